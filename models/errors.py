@@ -1,0 +1,21 @@
+"""Errors a user can cause. Each message names the file, field or limit, and what would be right."""
+
+
+class KestrelError(ValueError):
+    """Base of every error that bad input, a bad file or a bad setting can cause."""
+
+
+class ConfigError(KestrelError):
+    """A configuration or an argument that no model here can be built from."""
+
+
+class CheckpointError(KestrelError):
+    """A checkpoint folder that cannot be read, or does not hold what its configuration promises."""
+
+
+class MediaError(KestrelError):
+    """A picture or video that cannot be decoded, or breaks a limit."""
+
+
+class PromptError(KestrelError):
+    """A conversation that cannot be turned into a prompt, or does not fit the context."""
