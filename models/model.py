@@ -1,0 +1,362 @@
+"""A model as researchers and the server use it: load it, ask it for logits, let it generate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from models.chat_template import ChatTemplate
+from models.checkpoint import Checkpoint
+from models.compilation import enable_persistent_cache
+from models.config import ModelConfig, parse_config
+from models.errors import CheckpointError, ConfigError, PromptError
+from models.generation import PrefillProgress, Request, Step, check_room, generate
+from models.images import ImageProcessor
+from models.inference import Inference, VisualFeatures, plan_chunks
+from models.positions import Grid, rope_positions
+from models.presets import EOS_TOKENS, PRESETS, preset
+from models.prompt import Prompt, PromptBuilder
+from models.qwen_vocabulary import default_chat_template, qwen_tokenizer
+from models.sampling import SamplingParams, start_sampling
+from models.switches import Switches
+from models.text_stream import TextStream
+from models.tokenizer import Tokenizer
+from models.weights import load_network, random_network
+
+PRETRAINED = Path(__file__).parent / "pretrained"
+DEFAULT_CONTEXT = 4096  # tokens of prompt and answer, where neither the caller nor the model sets less
+Visual = tuple[np.ndarray, Grid]
+
+
+def load(
+    path_or_preset: str | Path,
+    quant: None = None,
+    dtype: str = "float32",
+    weights: str | None = None,
+    *,
+    max_context: int | None = None,
+    max_image_tokens: int = 1280,
+    switches: Switches | None = None,
+) -> LoadedModel:
+    """Opens a model: a Hugging Face folder, a model of this repository by name ("tiny-vl"), or a published shape
+    ("qwen3-vl-2b") with `weights="random"`.
+
+    `dtype` is how matrices are kept, "float32" or "bfloat16"; activations are float32. `max_context` limits prompt and
+    answer together, by default to 4096 tokens or what the model was made for; `max_image_tokens` limits each picture.
+
+    Raises:
+        ConfigError: an argument or `config.json` asks for something that does not exist.
+        CheckpointError: the folder does not hold what its configuration promises.
+    """
+    if quant is not None:
+        raise ConfigError(f"quant must be None: weights are kept as float32 or bfloat16, found {quant!r}")
+    if weights not in (None, "random"):
+        raise ConfigError(f"weights must be None (read the folder's) or 'random', found {weights!r}")
+    enable_persistent_cache()
+    switches = switches or Switches()
+    folder = find_folder(path_or_preset)
+    config = parse_config(preset(str(path_or_preset)), str(path_or_preset)) if folder is None else read_config(folder)
+    if folder is None and weights is None:
+        raise ConfigError(
+            f"'{path_or_preset}' is a shape without weights: pass weights='random' or a checkpoint folder"
+        )
+    if weights == "random":
+        network = random_network(config, dtype, switches)
+    else:
+        network = load_network(Checkpoint.open(folder), config, dtype, switches)
+    return LoadedModel(
+        name=Path(path_or_preset).name,
+        config=config,
+        inference=Inference(network, config, switches),
+        text=_open_text(folder, config, max_image_tokens),
+        max_context=_context(config, max_context),
+        max_image_tokens=max_image_tokens,
+        end_tokens=_end_tokens(folder),
+    )
+
+
+def find_folder(path_or_preset: str | Path) -> Path | None:
+    """The checkpoint folder of this name or path; None if it names a preset."""
+    for folder in (Path(path_or_preset), PRETRAINED / path_or_preset):
+        if folder.is_dir():
+            return folder
+    if str(path_or_preset) in PRESETS:
+        return None
+    own = sorted(folder.name for folder in PRETRAINED.glob("*") if folder.is_dir())
+    raise ConfigError(
+        f"'{path_or_preset}' is neither a folder, nor a model of this repository ({', '.join(own)}), "
+        f"nor a preset ({', '.join(PRESETS)})"
+    )
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The configuration in the folder's `config.json`."""
+    return parse_config(_read_json(folder / "config.json"), str(folder / "config.json"))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
+
+
+def _context(config: ModelConfig, max_context: int | None) -> int:
+    if max_context is None:
+        return min(DEFAULT_CONTEXT, config.text.max_positions)
+    if not 2 <= max_context <= config.text.max_positions:
+        raise ConfigError(f"max_context must lie in 2..{config.text.max_positions}, found {max_context}")
+    return max_context
+
+
+def _end_tokens(folder: Path | None) -> frozenset[int]:
+    """The end-of-turn ids of `generation_config.json`, else of `config.json`; Qwen3's own for a bare shape."""
+    if folder is None:
+        return frozenset(EOS_TOKENS)
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        tokens = _read_json(path).get("eos_token_id") if path.is_file() else None
+        if tokens is not None:
+            return frozenset([tokens] if isinstance(tokens, int) else tokens)
+    return frozenset()
+
+
+@dataclass(frozen=True)
+class TextSide:
+    """What stands between text and token ids."""
+
+    tokenizer: Tokenizer
+    prompts: PromptBuilder
+
+
+def _open_text(folder: Path | None, config: ModelConfig, max_image_tokens: int) -> TextSide | None:
+    """The folder's tokenizer and template; the real Qwen vocabulary where there is none and the sizes fit it; None for
+    a model that has only token ids."""
+    if folder is not None and (folder / "tokenizer.json").is_file():
+        tokenizer, template = Tokenizer.from_folder(folder), ChatTemplate.from_folder(folder)
+    else:
+        tokenizer, template = qwen_tokenizer(), default_chat_template()
+        if tokenizer.vocab_size > config.text.vocab:
+            return None
+    processor = None
+    if config.vision is not None:
+        processor = ImageProcessor.from_folder(folder, max_image_tokens)
+    prompts = PromptBuilder(
+        tokenizer,
+        template,
+        processor,
+        config.image_token,
+        config.video_token,
+        config.vision_start,
+        config.vision_end,
+    )
+    return TextSide(tokenizer, prompts)
+
+
+class _NoText:
+    """Stands in for a text stream where a model has no vocabulary."""
+
+    stopped = False
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+class LoadedModel:
+    """A model ready to run. Not for several threads at once: one thread drives it."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        config: ModelConfig,
+        inference: Inference,
+        text: TextSide | None,
+        max_context: int,
+        max_image_tokens: int,
+        end_tokens: frozenset[int],
+    ) -> None:
+        self.name = name
+        self.config = config
+        self.max_context = max_context
+        self.max_image_tokens = max_image_tokens
+        self.end_tokens = end_tokens
+        self._inference = inference
+        self._text = text
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The vocabulary; PromptError for a model without one."""
+        return self._text_side().tokenizer
+
+    def _text_side(self) -> TextSide:
+        if self._text is None:
+            raise PromptError(f"{self.name} has no tokenizer: give it token ids instead of text")
+        return self._text
+
+    def prompt(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> Prompt:
+        """The token ids and pictures of a conversation, through the model's chat template; see `PromptBuilder.build`.
+
+        Raises:
+            PromptError: the template refuses the conversation, or it does not fit the context.
+            MediaError: a picture cannot be used.
+        """
+        prompt = self._text_side().prompts.build(messages, **template_kwargs)
+        check_room(len(prompt.token_ids), self.max_context)
+        return prompt
+
+    def logits(
+        self,
+        token_ids: Sequence[int] | np.ndarray,
+        pixel_values: np.ndarray | None = None,
+        image_grid_thw: np.ndarray | None = None,
+        pixel_values_videos: np.ndarray | None = None,
+        video_grid_thw: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Float32 logits `[length, vocab]` after every token of `token_ids` `[length]`.
+
+        Pictures come as Hugging Face processors give them: patches `[patches, values]` of all images, and of all
+        videos, one after the other, with their grids `[count, 3]` (t, h, w).
+        """
+        ids = self._checked_ids(token_ids)
+        visuals = self._in_order(ids, pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
+        inference = self._inference
+        positions, _ = rope_positions(ids, (grid for _, grid in visuals), self.config, inference.switches)
+        features = [inference.encode(patches, grid) for patches, grid in visuals]
+        visual = VisualFeatures.join(features) if features else None
+        cache = inference.empty_cache(len(ids))
+        rows = []
+        for chunk in plan_chunks(len(ids)):
+            logits, cache = inference.score(cache, chunk, ids, positions, visual)
+            rows.append(logits)
+        return np.concatenate(rows)
+
+    def _checked_ids(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        ids = np.asarray(token_ids)
+        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+            raise PromptError(f"token ids must be one row of integers, found shape {ids.shape} of {ids.dtype}")
+        if len(ids) and not (ids.min() >= 0 and ids.max() < self.config.text.vocab):
+            raise PromptError(f"token ids must lie in 0..{self.config.text.vocab - 1}, found {ids.min()}..{ids.max()}")
+        check_room(len(ids), self.max_context)
+        return ids.astype(np.int32)
+
+    def _in_order(
+        self,
+        ids: np.ndarray,
+        pixel_values: np.ndarray | None,
+        image_grid_thw: np.ndarray | None,
+        pixel_values_videos: np.ndarray | None,
+        video_grid_thw: np.ndarray | None,
+    ) -> list[Visual]:
+        """Images and videos, merged into the order in which their placeholders appear."""
+        images = _split_visuals(pixel_values, image_grid_thw, "pixel_values")
+        videos = _split_visuals(pixel_values_videos, video_grid_thw, "pixel_values_videos")
+        if self.config.vision is None:
+            if images or videos:
+                raise PromptError(f"{self.name} is a text model and takes no pictures")
+            return []
+        first = {token: np.flatnonzero(ids == token) for token in (self.config.image_token, self.config.video_token)}
+        places = []
+        for token, visuals in ((self.config.image_token, images), (self.config.video_token, videos)):
+            used = 0
+            for visual in visuals:
+                if used >= len(first[token]):
+                    raise PromptError("the prompt has fewer placeholder tokens than its pictures have visual tokens")
+                places.append((first[token][used], visual))
+                used += len(visual[0]) // self.config.vision.merge**2
+        return [visual for _, visual in sorted(places, key=lambda place: place[0])]
+
+    def generate(
+        self,
+        prompt: str | list[dict[str, Any]] | Sequence[int] | np.ndarray | Prompt,
+        *,
+        max_tokens: int = 256,
+        stop: Sequence[str] = (),
+        sampling: SamplingParams | None = None,
+        images: Sequence[Image.Image] = (),
+        ignore_eos: bool = False,
+        **visuals: np.ndarray,
+    ) -> Iterator[Step]:
+        """Yields each generated token with its text, log-probability and margin.
+
+        `prompt` is a question (with `images`, one user turn), a conversation, or token ids; ids may come with the
+        picture arguments of `logits`. `ignore_eos` goes on past end-of-turn tokens, for measurements.
+        """
+        if isinstance(prompt, str):
+            parts = [{"type": "image", "image": image} for image in images]
+            prompt = [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]
+        if isinstance(prompt, Prompt):
+            ids, pictures = prompt.token_ids, _prompt_visuals(prompt)
+        elif len(prompt) and isinstance(prompt[0], dict):
+            built = self.prompt(prompt)
+            ids, pictures = built.token_ids, _prompt_visuals(built)
+        else:
+            ids = self._checked_ids(prompt)
+            arguments = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+            pictures = self._in_order(ids, *(visuals.pop(name, None) for name in arguments))
+        if visuals:
+            raise TypeError(f"generate() got unexpected arguments: {', '.join(visuals)}")
+        items = self._run(ids, pictures, max_tokens, stop, sampling or SamplingParams(), ignore_eos)
+        return (item for item in items if isinstance(item, Step))
+
+    def stream(
+        self, prompt: Prompt, *, max_tokens: int, stop: Sequence[str] = (), sampling: SamplingParams | None = None
+    ) -> Iterator[PrefillProgress | Step]:
+        """The same loop as a server drives it: control returns after every picture, prefill chunk and token. Closing
+        the iterator drops the request.
+
+        Raises:
+            PromptError: at once, if the prompt does not fit the context.
+            ConfigError: at once, if `max_tokens` is not positive.
+        """
+        return self._run(
+            prompt.token_ids, _prompt_visuals(prompt), max_tokens, stop, sampling or SamplingParams(), ignore_eos=False
+        )
+
+    def _run(
+        self,
+        ids: np.ndarray,
+        visuals: Sequence[Visual],
+        max_tokens: int,
+        stop: Sequence[str],
+        sampling: SamplingParams,
+        ignore_eos: bool,
+    ) -> Iterator[PrefillProgress | Step]:
+        check_room(len(ids), self.max_context)
+        if max_tokens < 1:
+            raise ConfigError(f"max_tokens must be at least 1, found {max_tokens}")
+        end_tokens = frozenset() if ignore_eos else self.end_tokens
+        pieces = _NoText() if self._text is None else TextStream(self._text.tokenizer, stop)
+        request = Request(ids, visuals, max_tokens, end_tokens, sampling)
+        return generate(self._inference, request, self.max_context, pieces)
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compiles every step that a request can need; `progress` hears how many of how many are done."""
+        state = start_sampling([(SamplingParams(), np.zeros(1, np.int32))], self.config.text.vocab)
+        self._inference.compile(self.max_context, self.max_image_tokens, state, progress)
+
+
+def _prompt_visuals(prompt: Prompt) -> list[Visual]:
+    return [(visual.patches, visual.grid) for visual in prompt.visuals]
+
+
+def _split_visuals(patches: np.ndarray | None, grids: np.ndarray | None, name: str) -> list[Visual]:
+    """Cuts the joined patches of several pictures apart by their grids."""
+    if (patches is None) != (grids is None):
+        raise PromptError(f"{name} and its grids must be given together")
+    if patches is None:
+        return []
+    sizes = [tuple(int(side) for side in grid) for grid in np.asarray(grids)]
+    counts = [frames * height * width for frames, height, width in sizes]
+    if sum(counts) != len(patches):
+        raise PromptError(f"{name} has {len(patches)} patches, but its grids add up to {sum(counts)}")
+    parts = np.split(np.asarray(patches, np.float32), np.cumsum(counts)[:-1])
+    return list(zip(parts, sizes, strict=True))

@@ -1,0 +1,233 @@
+"""From logits to a token, inside jit: penalties, bias, temperature, top-k, min-p, top-p and a seeded draw per row.
+
+Every row of a batch has its own parameters, counts and random stream, so what it draws depends on nothing but its own
+logits, parameters and seed.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from models.errors import ConfigError
+
+MAX_TOP_LOGPROBS = 20
+ONE_AS_BITS = 0x3F800000  # the bit pattern of float32 1.0
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request chooses its tokens. `temperature` 0 is greedy: the first largest logit, after penalties and bias.
+
+    Candidates pass `top_k` (0 = all), then `min_p` (at least this share of the best probability), then `top_p` (the
+    smallest set of best candidates that holds this share of what is left; ties by lower id). Presence and frequency
+    penalties count the answer's tokens (OpenAI), the repetition penalty the prompt's too (Keskar et al. 2019).
+    Without a `seed` the draw differs every time. `top_logprobs` best tokens are reported per step.
+
+    Raises:
+        ConfigError: a value is outside its range, which the message gives.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    top_logprobs: int = 0
+
+    def __post_init__(self) -> None:
+        _check("temperature", self.temperature, self.temperature >= 0, ">= 0")
+        _check("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
+        _check("top_k", self.top_k, self.top_k >= 0, ">= 0")
+        _check("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
+        _check("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "> 0")
+        _check("presence_penalty", self.presence_penalty, True, "finite")
+        _check("frequency_penalty", self.frequency_penalty, True, "finite")
+        _check("top_logprobs", self.top_logprobs, 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS, "in [0, 20]")
+
+
+def _check(name: str, value: float, in_range: bool, wanted: str) -> None:
+    if not in_range or not math.isfinite(value):
+        raise ConfigError(f"{name} must be {wanted}, found {value}")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplingState:
+    """The parameters of every row and what it has seen. `key` is the seed as a raw threefry key `[batch, 2]`, `step`
+    counts the row's draws, `counts` the tokens of its answer, `in_prompt` marks those of its prompt."""
+
+    temperature: Float[Array, " batch"]
+    top_p: Float[Array, " batch"]
+    top_k: Int[Array, " batch"]
+    min_p: Float[Array, " batch"]
+    repetition_penalty: Float[Array, " batch"]
+    presence_penalty: Float[Array, " batch"]
+    frequency_penalty: Float[Array, " batch"]
+    top_logprobs: Int[Array, " batch"]
+    bias: Float[Array, "batch vocab"]
+    in_prompt: Bool[Array, "batch vocab"]
+    counts: Int[Array, "batch vocab"]
+    key: UInt[Array, "batch 2"]
+    step: Int[Array, " batch"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sampled:
+    """The chosen token of every row, its log-probability, the margin between the two largest logits, and the best
+    tokens with their log-probabilities. All but `token` describe the model's own logits, before penalties and bias."""
+
+    token: Int[Array, " batch"]
+    logprob: Float[Array, " batch"]
+    margin: Float[Array, " batch"]
+    top_tokens: Int[Array, "batch top"]
+    top_logprobs: Float[Array, "batch top"]
+
+
+def start_sampling(rows: Sequence[tuple[SamplingParams, np.ndarray]], vocab: int) -> SamplingState:
+    """The state of a batch whose rows have these parameters and prompts (token ids `[length]`), on the host.
+
+    Raises:
+        ConfigError: `logit_bias` names a token outside the vocabulary.
+    """
+
+    def column(name: str, dtype: type) -> np.ndarray:
+        return np.array([getattr(params, name) for params, _ in rows], dtype)
+
+    floats = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    return SamplingState(
+        **{name: column(name, np.float32) for name in floats},
+        top_k=column("top_k", np.int32),
+        top_logprobs=column("top_logprobs", np.int32),
+        bias=np.stack([_dense_bias(params.logit_bias, vocab) for params, _ in rows]),
+        in_prompt=np.stack([np.bincount(prompt, minlength=vocab) > 0 for _, prompt in rows]),
+        counts=np.zeros((len(rows), vocab), np.int32),
+        key=np.stack([_raw_key(params.seed) for params, _ in rows]),
+        step=np.zeros(len(rows), np.int32),
+    )
+
+
+def _dense_bias(bias: Mapping[int, float], vocab: int) -> np.ndarray:
+    dense = np.zeros(vocab, np.float32)
+    for token, value in bias.items():
+        if not 0 <= token < vocab:
+            raise ConfigError(f"logit_bias names token {token}; the vocabulary has ids 0..{vocab - 1}")
+        dense[token] = value
+    return dense
+
+
+def _raw_key(seed: int | None) -> np.ndarray:
+    seed = secrets.randbits(64) if seed is None else seed % 2**64
+    return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
+
+
+def sample(logits: Float[Array, "batch vocab"], state: SamplingState) -> tuple[Sampled, SamplingState]:
+    """Chooses the next token of every row and counts it."""
+    adjusted = _penalise(logits, state)
+    greedy = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
+    drawing = state.temperature > 0
+    token = jax.lax.cond(
+        jnp.any(drawing),
+        lambda: jnp.where(drawing, _draw(adjusted, state), greedy),
+        lambda: greedy,
+    )
+    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
+    counted = replace(state, counts=state.counts.at[rows, token].add(1), step=state.step + 1)
+    return _describe(logits, token, state.top_logprobs), counted
+
+
+def _penalise(logits: Float[Array, "batch vocab"], state: SamplingState) -> Float[Array, "batch vocab"]:
+    penalty = state.repetition_penalty[:, None]
+    repeated = state.in_prompt | (state.counts > 0)
+    logits = jnp.where(repeated, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    counts = state.counts.astype(jnp.float32)
+    logits = logits - state.frequency_penalty[:, None] * counts
+    logits = logits - state.presence_penalty[:, None] * (state.counts > 0).astype(jnp.float32)
+    return logits + state.bias
+
+
+def _draw(logits: Float[Array, "batch vocab"], state: SamplingState) -> Int[Array, " batch"]:
+    """One draw per row from the filtered distribution, by the Gumbel-max trick."""
+    temperature = jnp.where(state.temperature > 0, state.temperature, 1.0)
+    probabilities = jax.nn.softmax(logits / temperature[:, None], axis=-1)
+    everything = jnp.full_like(state.top_k, logits.shape[-1])
+    kept = _keep_best(probabilities, jnp.where(state.top_k > 0, state.top_k, everything).astype(jnp.float32), _ones)
+    best = jnp.max(probabilities, axis=-1, keepdims=True)
+    kept = jnp.where(kept >= state.min_p[:, None] * best, kept, 0.0)
+    mass = jnp.sum(kept, axis=-1)
+    kept = jnp.where(state.top_p[:, None] < 1, _keep_best(kept, state.top_p * mass, _mass), kept)
+    keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
+    return jnp.argmax(jnp.log(kept) + noise, axis=-1).astype(jnp.int32)
+
+
+def _ones(probabilities: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
+    return jnp.ones_like(probabilities)
+
+
+def _mass(probabilities: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
+    return probabilities
+
+
+def _keep_best(
+    probabilities: Float[Array, "batch vocab"],
+    wanted: Float[Array, " batch"],
+    weigh: Callable[[Float[Array, "batch vocab"]], Float[Array, "batch vocab"]],
+) -> Float[Array, "batch vocab"]:
+    """Zeroes all but the smallest set of best candidates whose weights add up to `wanted`.
+
+    Finds the lowest probability of that set by bisection over float32 bit patterns, whose order is that of the positive
+    numbers: 30 passes over the vocabulary instead of a sort, which XLA does badly on the CPU.
+    """
+    weights = weigh(probabilities)
+
+    def weight_from(threshold: Float[Array, " batch"]) -> Float[Array, " batch"]:
+        return jnp.sum(jnp.where(probabilities >= threshold[:, None], weights, 0.0), axis=-1)
+
+    def halve(_: int, bounds: tuple[Int[Array, " batch"], Int[Array, " batch"]]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = low + (high - low) // 2
+        enough = weight_from(jax.lax.bitcast_convert_type(middle, jnp.float32)) >= wanted
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+    low = jnp.zeros_like(wanted, jnp.int32)
+    low, high = jax.lax.fori_loop(0, 31, halve, (low, jnp.full_like(low, ONE_AS_BITS + 1)))
+    above = weight_from(jax.lax.bitcast_convert_type(high, jnp.float32))
+    threshold = jax.lax.bitcast_convert_type(low, jnp.float32)[:, None]
+    tied = probabilities == threshold
+    before = jnp.cumsum(jnp.where(tied, weights, 0.0), axis=-1) - weights
+    needed_tie = tied & (before < (wanted - above)[:, None])
+    return jnp.where((probabilities > threshold) | needed_tie, probabilities, 0.0)
+
+
+def _describe(
+    logits: Float[Array, "batch vocab"], token: Int[Array, " batch"], wanted: Int[Array, " batch"]
+) -> Sampled:
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    first = jnp.argmax(logits, axis=-1, keepdims=True)
+    others = jnp.where(jnp.arange(logits.shape[-1])[None, :] == first, -jnp.inf, logits)
+    best = min(MAX_TOP_LOGPROBS, logits.shape[-1])
+    top_logprobs, top_tokens = jax.lax.cond(
+        jnp.any(wanted > 0),
+        lambda: tuple(jax.lax.top_k(logprobs, best)),
+        lambda: (jnp.zeros((len(token), best), jnp.float32), jnp.zeros((len(token), best), jnp.int32)),
+    )
+    return Sampled(
+        token=token,
+        logprob=jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0],
+        margin=jnp.max(logits, axis=-1) - jnp.max(others, axis=-1),
+        top_tokens=top_tokens,
+        top_logprobs=top_logprobs,
+    )
