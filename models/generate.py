@@ -49,11 +49,14 @@ def conversation(options: argparse.Namespace) -> list[dict[str, object]]:
 def print_steps(model: LoadedModel, options: argparse.Namespace) -> None:
     """Streams the answer to standard output, and a summary to standard error."""
     sampling = SamplingParams(
-        **{
-            name: getattr(options, name)
-            for name in ("temperature", "top_p", "top_k", "min_p", "seed")
-            + ("repetition_penalty", "presence_penalty", "frequency_penalty")
-        }
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        seed=options.seed,
     )
     start = time.perf_counter()
     times = []

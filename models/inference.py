@@ -114,6 +114,11 @@ class Inference:
         self._empty = CompiledStep(lambda capacity: empty_cache(config.text, 1, capacity), static=(0,))
         self._grow = CompiledStep(grow_cache, static=(1,))
 
+    @property
+    def network(self) -> Network:
+        """The network itself, outside jit."""
+        return self._network(self._leaves)
+
     # The pure functions that are compiled; the network is rebuilt from its leaves at trace time.
 
     def _network(self, leaves: list[Array]) -> Network:

@@ -57,7 +57,7 @@ class SamplingParams:
         _check("top_logprobs", self.top_logprobs, 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS, "in [0, 20]")
 
 
-def _check(name: str, value: float, in_range: bool, wanted: str) -> None:
+def _check(name: str, value: float | int, in_range: bool, wanted: str) -> None:
     if not in_range or not math.isfinite(value):
         raise ConfigError(f"{name} must be {wanted}, found {value}")
 

@@ -32,14 +32,23 @@ VISION = {
 IMAGE, VIDEO = 290, 291
 
 
-@pytest.fixture
-def vl_values() -> dict:
-    """The `config.json` object of a small vision-language model; tests may change it."""
+def small_vl_values() -> dict:
+    """The `config.json` object of a small vision-language model."""
     values = copy.deepcopy(preset("qwen3-vl-2b")) | {"image_token_id": IMAGE, "video_token_id": VIDEO}
     values["text_config"] |= TEXT
-    values["text_config"]["rope_scaling"] = {"mrope_interleaved": True, "mrope_section": [4, 2, 2], "rope_type": "default"}
+    values["text_config"]["rope_scaling"] = {
+        "mrope_interleaved": True,
+        "mrope_section": [4, 2, 2],
+        "rope_type": "default",
+    }
     values["vision_config"] |= VISION
     return values
+
+
+@pytest.fixture
+def vl_values() -> dict:
+    """`small_vl_values` for a test that changes it."""
+    return small_vl_values()
 
 
 @pytest.fixture
@@ -49,12 +58,12 @@ def moe_values() -> dict:
     return copy.deepcopy(preset("qwen3-30b-a3b")) | TEXT | mixture
 
 
-@pytest.fixture
-def vl_config(vl_values: dict) -> ModelConfig:
-    return parse_config(vl_values)
+@pytest.fixture(scope="session")
+def vl_config() -> ModelConfig:
+    return parse_config(small_vl_values())
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def vl_inference(vl_config: ModelConfig) -> Inference:
     """The jitted steps of the small vision-language model."""
     switches = Switches()

@@ -1,0 +1,128 @@
+"""Chunked prefill, decoding and the buckets they run in."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.generation import Request, Step, generate
+from models.inference import CHUNKS, VisualFeatures, capacities, capacity_for, plan_chunks
+from models.positions import rope_positions
+from models.sampling import SamplingParams, start_sampling
+from models.switches import Switches
+
+from .conftest import IMAGE
+
+
+@given(st.integers(1, 5000))
+def test_chunks_cover_the_prompt_and_stay_inside_the_cache(length):
+    chunks = list(plan_chunks(length))
+    assert [chunk.start for chunk in chunks] == [0, *np.cumsum([chunk.tokens for chunk in chunks])[:-1]]
+    assert sum(chunk.tokens for chunk in chunks) == length
+    for chunk in chunks:
+        assert chunk.bucket in CHUNKS
+        assert chunk.start + chunk.bucket <= capacity_for(length)
+    padding = sum(chunk.bucket - chunk.tokens for chunk in chunks)
+    assert padding <= max(CHUNKS[0], length / 3)
+
+
+def test_capacities_double_up_to_the_context():
+    assert capacities(2048) == [256, 512, 1024, 2048]
+    assert capacities(300) == [256, 512]
+    assert capacity_for(257) == 512
+
+
+class Silent:
+    stopped = False
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+def picture_prompt(length: int, seed: int = 1):
+    """Random ids with one 4x6 picture in the first half, and its patches."""
+    random = np.random.default_rng(seed)
+    ids = random.integers(0, 280, length).astype(np.int32)
+    ids[5:11] = IMAGE
+    return ids, [(random.standard_normal((24, 1536)).astype(np.float32), (1, 4, 6))]
+
+
+def run(inference, ids, visuals, tokens=20, sampling=None, context=1024):
+    request = Request(ids, visuals, tokens, frozenset(), sampling or SamplingParams())
+    return [item for item in generate(inference, request, context, Silent()) if isinstance(item, Step)]
+
+
+def score(inference, ids, visuals) -> np.ndarray:
+    positions, _ = rope_positions(ids, [grid for _, grid in visuals], inference.config, Switches())
+    visual = VisualFeatures.join([inference.encode(*picture) for picture in visuals])
+    cache, rows = inference.empty_cache(len(ids)), []
+    for chunk in plan_chunks(len(ids)):
+        logits, cache = inference.score(cache, chunk, ids, positions, visual)
+        rows.append(logits)
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("length", [11, 16, 70, 250, 300])
+def test_decoding_agrees_with_one_pass_over_the_whole_text(vl_inference, length):
+    """Through chunk borders (70, 300) and a growing cache (250 + 20 > 256), with the picture's delta carried on."""
+    ids, visuals = picture_prompt(length)
+    steps = run(vl_inference, ids, visuals)
+    whole = np.concatenate([ids, [step.token_id for step in steps]]).astype(np.int32)
+    logits = score(vl_inference, whole, visuals)[length - 1 : -1]
+    best = np.sort(logits, axis=1)
+    assert logits.argmax(axis=1).tolist() == whole[length:].tolist()
+    np.testing.assert_allclose([step.margin for step in steps], best[:, -1] - best[:, -2], atol=1e-4)
+
+
+def test_the_last_step_says_why_and_the_context_is_a_limit(vl_inference):
+    ids, visuals = picture_prompt(40)
+    assert [step.finish_reason for step in run(vl_inference, ids, visuals, 3)] == [None, None, "length"]
+    limited = run(vl_inference, ids, visuals, 100, context=44)
+    assert len(limited) == 4
+    assert limited[-1].finish_reason == "length"
+
+
+def test_an_end_token_stops_with_no_text(vl_inference):
+    ids, visuals = picture_prompt(40)
+    first = run(vl_inference, ids, visuals, 2)[1].token_id
+    request = Request(ids, visuals, 50, frozenset({first}), SamplingParams())
+    steps = [item for item in generate(vl_inference, request, 1024, Silent()) if isinstance(item, Step)]
+    assert (steps[-1].token_id, steps[-1].finish_reason, steps[-1].text) == (first, "stop", "")
+
+
+def test_repeated_requests_are_independent(vl_inference):
+    """No state is left behind: a picture, then text, then the picture again."""
+    ids, visuals = picture_prompt(40)
+    first = run(vl_inference, ids, visuals)
+    run(vl_inference, np.arange(30, dtype=np.int32), [])
+    assert [step.token_id for step in run(vl_inference, ids, visuals)] == [step.token_id for step in first]
+
+
+def test_after_warm_up_nothing_compiles(vl_inference):
+    """200 prompt lengths, 10 picture sizes, greedy and sampled, with answers that outgrow the cache."""
+    state = start_sampling([(SamplingParams(), np.zeros(1, np.int32))], 300)
+    vl_inference.compile(512, 100, state, None)
+    compiled = []
+
+    def listen(event: str, duration: float, **_: object) -> None:
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for length in range(1, 201):
+            sampling = SamplingParams(temperature=length % 2, top_p=0.9, top_logprobs=length % 3, seed=length)
+            run(vl_inference, np.arange(length, dtype=np.int32) % 250, [], 2, sampling, 512)
+        for width in range(1, 11):
+            grid = (1, 4, 2 * width)
+            ids = np.full(2 * width + 230, IMAGE, np.int32)
+            ids[2 * width :] = 7
+            patches = np.ones((8 * width, 1536), np.float32)
+            run(vl_inference, ids, [(patches, grid)], 20, None, 512)
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert compiled == []

@@ -1,0 +1,145 @@
+"""Sampling inside jit, against plain definitions in numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.errors import ConfigError
+from models.sampling import SamplingParams, sample, start_sampling
+
+VOCAB = 50
+
+
+def draw(logits: np.ndarray, *params: SamplingParams, prompts=None, steps: int = 1):
+    """`steps` draws per row from unchanging logits `[batch, vocab]`; tokens `[steps, batch]` and the last `Sampled`."""
+    prompts = prompts or [np.zeros(0, np.int64)] * len(params)
+    state = start_sampling(list(zip(params, prompts, strict=True)), logits.shape[1])
+    step = jax.jit(sample)
+    tokens = []
+    for _ in range(steps):
+        sampled, state = step(jnp.asarray(logits, jnp.float32), state)
+        tokens.append(np.asarray(sampled.token))
+    return np.array(tokens), sampled
+
+
+@pytest.fixture
+def logits() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((1, VOCAB)) * 2
+
+
+def support(logits, draws=400, **params) -> set[int]:
+    """The tokens that come up."""
+    rows = [SamplingParams(temperature=1.0, seed=seed, **params) for seed in range(draws)]
+    tokens, _ = draw(np.repeat(logits, draws, axis=0), *rows)
+    return set(tokens[0].tolist())
+
+
+def test_greedy_takes_the_first_largest():
+    tokens, sampled = draw(np.array([[0.0, 3.0, 1.0, 3.0]]), SamplingParams())
+    assert tokens.tolist() == [[1]]
+    assert float(sampled.margin[0]) == 0.0
+
+
+def test_logprob_margin_and_top_describe_the_models_own_distribution(logits):
+    params = SamplingParams(temperature=1.3, logit_bias={7: 100.0}, top_logprobs=5)
+    tokens, sampled = draw(logits, params)
+    assert tokens.tolist() == [[7]]
+    expected = logits[0] - np.log(np.exp(logits[0]).sum())
+    best = np.argsort(-logits[0])
+    assert float(sampled.logprob[0]) == pytest.approx(expected[7], abs=1e-5)
+    assert float(sampled.margin[0]) == pytest.approx(logits[0][best[0]] - logits[0][best[1]], abs=1e-5)
+    assert sampled.top_tokens[0, :5].tolist() == best[:5].tolist()
+    np.testing.assert_allclose(sampled.top_logprobs[0, :5], expected[best[:5]], atol=1e-5)
+
+
+def test_draws_follow_the_distribution(logits):
+    rows = [SamplingParams(temperature=0.8, seed=seed) for seed in range(4000)]
+    tokens, _ = draw(np.repeat(logits, 4000, axis=0), *rows)
+    weights = np.exp(logits[0] / 0.8)
+    frequency = np.bincount(tokens[0], minlength=VOCAB) / 4000
+    np.testing.assert_allclose(frequency, weights / weights.sum(), atol=0.03)
+
+
+def test_top_k_keeps_the_best(logits):
+    assert support(logits, top_k=3) == set(np.argsort(-logits[0])[:3].tolist())
+    assert support(np.zeros((1, VOCAB)), top_k=2) == {0, 1}, "ties go to the lower id"
+
+
+def test_top_p_keeps_the_smallest_set_that_holds_the_share(logits):
+    best = np.argsort(-logits[0])
+    shares = np.exp(logits[0][best]) / np.exp(logits[0]).sum()
+    count = int(np.searchsorted(np.cumsum(shares), 0.6)) + 1
+    assert support(logits, top_p=0.6) == set(best[:count].tolist())
+    assert support(logits, top_p=1e-6) == {int(best[0])}
+
+
+def test_top_p_counts_shares_of_what_top_k_left():
+    logits = np.log(np.array([[0.4, 0.3, 0.2, 0.1]]))
+    assert support(logits, top_k=2, top_p=0.5) == {0}
+    assert support(logits, top_k=2, top_p=0.6) == {0, 1}
+
+
+def test_min_p_is_relative_to_the_best():
+    logits = np.log(np.array([[0.5, 0.3, 0.12, 0.08]]))
+    assert support(logits, min_p=0.2) == {0, 1, 2}
+
+
+def test_presence_and_frequency_count_the_answer_only():
+    logits = np.array([[1.0, 0.7, 0.0]])
+    prompt = [np.array([0, 0, 0])]
+    tokens, _ = draw(logits, SamplingParams(presence_penalty=0.5), prompts=prompt, steps=4)
+    assert tokens[:, 0].tolist() == [0, 1, 0, 0]
+    tokens, _ = draw(logits, SamplingParams(frequency_penalty=0.2), prompts=prompt, steps=6)
+    assert tokens[:, 0].tolist() == [0, 0, 1, 0, 1, 0]
+
+
+def test_repetition_penalty_counts_the_prompt_and_divides_or_multiplies_by_sign():
+    params = SamplingParams(repetition_penalty=2.0)
+    assert draw(np.array([[1.0, 0.6, 0.0]]), params, prompts=[np.array([0])])[0].tolist() == [[1]]
+    assert draw(np.array([[-1.0, -1.5, -9.0]]), params, prompts=[np.array([0])])[0].tolist() == [[1]]
+
+
+def test_same_seed_same_draws_whatever_the_neighbours(logits):
+    mine = SamplingParams(temperature=1.0, top_p=0.9, seed=-5)
+    alone, _ = draw(logits, mine, steps=20)
+    others = [SamplingParams(temperature=2.0, seed=seed) for seed in range(3)]
+    together, _ = draw(np.repeat(logits, 4, axis=0), others[0], mine, *others[1:], steps=20)
+    assert together[:, 1].tolist() == alone[:, 0].tolist()
+    assert len(set(alone[:, 0].tolist())) > 3
+
+
+def test_without_a_seed_draws_differ(logits):
+    first, second = (draw(logits, SamplingParams(temperature=1.0), steps=30)[0].tolist() for _ in range(2))
+    assert first != second
+
+
+def test_seeds_beyond_32_bits_are_told_apart(logits):
+    rows = [SamplingParams(temperature=1.0, seed=seed) for seed in (1, 1 + 2**32, -1, 2**63 - 1)]
+    tokens, _ = draw(np.repeat(logits, 4, axis=0), *rows, steps=30)
+    assert len({tuple(column) for column in tokens.T.tolist()}) == 4
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temperature": -1}, "temperature must be >= 0"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_p": 0}, r"top_p must be in \(0, 1\]"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be > 0"),
+        ({"presence_penalty": float("inf")}, "presence_penalty must be finite"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+    ],
+)
+def test_values_out_of_range_are_refused(params, message):
+    with pytest.raises(ConfigError, match=message):
+        SamplingParams(**params)
+
+
+def test_a_bias_outside_the_vocabulary_is_refused():
+    with pytest.raises(ConfigError, match=r"token 50; the vocabulary has ids 0\.\.49"):
+        start_sampling([(SamplingParams(logit_bias={50: 1.0}), np.zeros(1, np.int64))], VOCAB)
