@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from models.chat_template import ChatTemplate
+from models.chat_template import ChatTemplate, default_chat_template
 from models.checkpoint import Checkpoint
 from models.compilation import enable_persistent_cache
 from models.config import ModelConfig, parse_config
@@ -22,7 +22,7 @@ from models.inference import Inference, VisualFeatures, plan_chunks
 from models.positions import Grid, rope_positions
 from models.presets import EOS_TOKENS, PRESETS, preset
 from models.prompt import Prompt, PromptBuilder
-from models.qwen_vocabulary import default_chat_template, qwen_tokenizer
+from models.qwen_vocabulary import qwen_tokenizer
 from models.sampling import SamplingParams, start_sampling
 from models.switches import Switches
 from models.text_stream import TextStream
@@ -146,15 +146,7 @@ def _open_text(folder: Path | None, config: ModelConfig, max_image_tokens: int) 
     processor = None
     if config.vision is not None:
         processor = ImageProcessor.from_folder(folder, max_image_tokens)
-    prompts = PromptBuilder(
-        tokenizer,
-        template,
-        processor,
-        config.image_token,
-        config.video_token,
-        config.vision_start,
-        config.vision_end,
-    )
+    prompts = PromptBuilder(tokenizer, template, processor, config)
     return TextSide(tokenizer, prompts)
 
 

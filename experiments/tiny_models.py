@@ -1,0 +1,117 @@
+"""The two small models: their `config.json`, what they are taught, and how much of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.tiny_pictures import picture_tasks
+from experiments.tiny_tasks import Task, text_tasks
+
+# Areas in pixels: every picture becomes 16 to 25 visual tokens.
+PREPROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "size": {"shortest_edge": 16384, "longest_edge": 25600},
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+DECODER = {
+    "vocab_size": 2048,
+    "hidden_size": 192,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-06,
+    "attention_bias": False,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+# How often each task is drawn while training, relative to each other.
+WEIGHTS = {
+    "counting": 1.0,
+    "arithmetic": 3.0,
+    "lookup": 2.5,
+    "conversation": 2.5,
+    "greeting": 0.7,
+    "outside": 1.2,
+    "picture: describe": 3.0,
+    "picture: number": 1.5,
+    "picture: colour": 1.0,
+    "picture: place": 1.5,
+    "picture: yes or no": 1.5,
+    "picture: second turn": 1.0,
+    "picture: two pictures": 1.0,
+    "picture: missing": 0.2,
+}
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """One of the two models. `config` is its `config.json` without the token ids of its vocabulary."""
+
+    name: str
+    config: Mapping[str, Any]
+    pictures: bool
+
+    def tasks(self) -> dict[str, Task]:
+        """Everything it is taught."""
+        return text_tasks(self.pictures) | (picture_tasks() if self.pictures else {})
+
+
+TINY_VL = TinyModel(
+    "tiny-vl",
+    {
+        "model_type": "qwen3_vl",
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "tie_word_embeddings": True,
+        "text_config": DECODER
+        | {
+            "model_type": "qwen3_vl_text",
+            "num_hidden_layers": 5,
+            "intermediate_size": 512,
+            "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [6, 5, 5]},
+        },
+        "vision_config": {
+            "model_type": "qwen3_vl",
+            "depth": 4,
+            "hidden_size": 96,
+            "intermediate_size": 256,
+            "num_heads": 4,
+            "in_channels": 3,
+            "patch_size": 16,
+            "temporal_patch_size": 2,
+            "spatial_merge_size": 2,
+            "out_hidden_size": 192,
+            "num_position_embeddings": 100,
+            "deepstack_visual_indexes": [1, 2],
+            "hidden_act": "gelu_pytorch_tanh",
+        },
+    },
+    pictures=True,
+)
+TINY_MOE = TinyModel(
+    "tiny-moe",
+    DECODER
+    | {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_hidden_layers": 5,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 128,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "rope_scaling": None,
+    },
+    pictures=False,
+)
+TINY_MODELS = {model.name: model for model in (TINY_VL, TINY_MOE)}

@@ -1,0 +1,134 @@
+"""A conversation with pictures as token ids: template, media, and a placeholder per visual token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from models.chat_template import ChatTemplate, Segment
+from models.config import ModelConfig
+from models.errors import PromptError
+from models.images import ImageProcessor, VisionInput
+from models.tokenizer import Tokenizer
+from models.video import process_video
+
+VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
+IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids int32 `[length]` with one placeholder per visual token, and the pictures in order of appearance."""
+
+    token_ids: np.ndarray
+    visuals: tuple[VisionInput, ...]
+
+
+@dataclass
+class _Media:
+    """The pictures and videos of a conversation, with the times of each video's frame groups."""
+
+    visuals: list[VisionInput] = field(default_factory=list)
+    times: list[list[float]] = field(default_factory=list)
+
+
+class PromptBuilder:
+    """Builds prompts for one model. `processor` is None for a text model."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate, processor: ImageProcessor | None, config: ModelConfig
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.processor = processor
+        self.config = config
+
+    def build(self, messages: list[dict[str, Any]], **settings: Any) -> Prompt:
+        """`messages` are dicts of "role" and "content": a text, or parts {"type": "text", "text"}, {"type": "image",
+        "image": PIL image}, {"type": "video", "frames": PIL images, "fps"}. `settings` go to the chat template.
+
+        Raises:
+            PromptError: the conversation has another form, or the template refuses it.
+            MediaError: a picture or video cannot be used.
+        """
+        if not messages:
+            raise PromptError("messages must not be empty")
+        media = _Media()
+        plain = [self._without_media(message, media) for message in messages]
+        segments = self.template.render(plain, self.tokenizer.added, **settings)
+        ids = [token for segment in self._expanded(segments, media) for token in self._encode(segment)]
+        return Prompt(np.array(ids, np.int32), tuple(media.visuals))
+
+    def _without_media(self, message: Any, media: _Media) -> dict[str, Any]:
+        """The message as templates know it, its pictures moved to `media`. Text alone becomes one string, because the
+        templates of text models know no parts."""
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise PromptError("every message must be an object with a 'role'")
+        content = message.get("content")
+        if content is None:
+            return message | {"content": ""}
+        if isinstance(content, str):
+            return message
+        if not isinstance(content, list):
+            raise PromptError(f"'content' must be a text or a list of parts, found {type(content).__name__}")
+        parts = [self._part(part, media) for part in content]
+        if all(part["type"] == "text" for part in parts):
+            return message | {"content": "".join(part["text"] for part in parts)}
+        return message | {"content": parts}
+
+    def _part(self, part: Any, media: _Media) -> dict[str, Any]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            return {"type": "text", "text": part["text"]}
+        if kind not in ("image", "video"):
+            raise PromptError(f"a content part must be of type text, image or video, found {kind!r}")
+        if self.processor is None:
+            raise PromptError("this model takes text only, but the conversation has a picture")
+        if kind == "image":
+            media.visuals.append(self.processor(part["image"]))
+            media.times.append([])
+        else:
+            visual, times = process_video(part["frames"], part["fps"], self.processor)
+            media.visuals.append(visual)
+            media.times.append(times)
+        return {"type": kind}
+
+    def _expanded(self, segments: list[Segment], media: _Media) -> Iterator[Segment]:
+        """The segments with each placeholder repeated per visual token, and each video spread over its frame groups:
+        `<0.2 seconds>`, start, pads, end, in the place of the template's start, pad, end."""
+        waiting = iter(zip(media.visuals, media.times, strict=True))
+        skip = False
+        for index, segment in enumerate(segments):
+            following = segments[index + 1].text if index + 1 < len(segments) else ""
+            if skip:
+                skip = False
+            elif segment.is_token and segment.text == VISION_START and following == VIDEO_PAD:
+                continue  # every frame group brings its own
+            elif segment.is_token and segment.text in (IMAGE_PAD, VIDEO_PAD):
+                visual, times = next(waiting, (None, None))
+                if visual is None or (visual.kind == "video") != (segment.text == VIDEO_PAD):
+                    raise PromptError("the chat template does not place every picture where the conversation has it")
+                skip = visual.kind == "video"
+                yield from self._placeholders(segment, visual, times)
+            else:
+                yield segment
+        if next(waiting, None) is not None:
+            raise PromptError("the chat template leaves out a picture; put pictures into user messages")
+
+    def _placeholders(self, pad: Segment, visual: VisionInput, times: list[float]) -> Iterator[Segment]:
+        tokens = visual.tokens(self.config.vision.merge)
+        if visual.kind == "image":
+            yield from [pad] * tokens
+        for seconds in times:
+            yield Segment(f"<{seconds:.1f} seconds>", False)
+            yield Segment(VISION_START, True)
+            yield from [pad] * (tokens // len(times))
+            yield Segment(VISION_END, True)
+
+    def _encode(self, segment: Segment) -> list[int]:
+        if segment.is_token:
+            return [self.tokenizer.id_of(segment.text)]
+        return self.tokenizer.encode_text(segment.text)

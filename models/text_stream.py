@@ -1,0 +1,52 @@
+"""Token ids in, pieces of text out: never half a character, never a part of a stop string."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from models.tokenizer import Tokenizer
+
+
+class TextStream:
+    """The text of one answer as it grows. The joined pieces are the decoded answer, cut before the stop string that is
+    complete first; `stopped` tells that one was."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._stop = tuple(text for text in stop if text)
+        self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = ""
+
+    def push(self, token_id: int) -> str:
+        """Takes one token; the text that may now be shown."""
+        if self.stopped:
+            return ""
+        self._held += self._characters.decode(self._tokenizer.token_bytes(token_id))
+        return self._release()
+
+    def finish(self) -> str:
+        """What is still held when the answer ends otherwise; a broken last character becomes U+FFFD."""
+        if self.stopped:
+            return ""
+        self._held += self._characters.decode(b"", final=True)
+        shown = self._release()
+        rest, self._held = self._held, ""
+        return shown if self.stopped else shown + rest
+
+    def _release(self) -> str:
+        matches = [(self._held.find(stop) + len(stop), len(stop)) for stop in self._stop if stop in self._held]
+        if matches:
+            self.stopped = True
+            end, length = min(matches, key=lambda match: (match[0], -match[1]))
+            shown, self._held = self._held[: end - length], ""
+            return shown
+        keep = max((self._started(stop) for stop in self._stop), default=0)
+        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return shown
+
+    def _started(self, stop: str) -> int:
+        """Length of the longest end of the held text with which `stop` begins."""
+        longest = min(len(stop) - 1, len(self._held))
+        return next((length for length in range(longest, 0, -1) if self._held.endswith(stop[:length])), 0)

@@ -1,0 +1,105 @@
+"""Text to token ids and back, by the checkpoint's own `tokenizer.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import tokenizers
+
+from models.errors import CheckpointError, PromptError
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token that stands outside byte-pair encoding. A `control` token structures the prompt and has no text of its
+    own; the others (`<think>`, `<tool_call>`) are ordinary text with one id."""
+
+    token_id: int
+    text: str
+    control: bool
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes, in which byte-level vocabularies are written."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+BYTE_OF_CHARACTER = _byte_of_character()
+
+
+class Tokenizer:
+    """A byte-level BPE vocabulary with added tokens."""
+
+    def __init__(self, definition: str, source: str) -> None:
+        """`definition` is the text of a `tokenizer.json`; `source` names it in errors."""
+        try:
+            values = json.loads(definition)
+            added = values.pop("added_tokens")
+            self.added = tuple(AddedToken(token["id"], token["content"], token["special"]) for token in added)
+            # Without its added tokens the same vocabulary takes every text as ordinary text.
+            self._plain = tokenizers.Tokenizer.from_str(json.dumps(values | {"added_tokens": []}))
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise CheckpointError(f"{source}: not a usable tokenizer.json: {error}") from None
+        if self._plain.decoder is None or "ByteLevel" not in type(self._plain.decoder).__name__:
+            raise CheckpointError(f"{source}: the vocabulary is not byte-level, as Qwen's is")
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """Reads `tokenizer.json`; CheckpointError if it is missing or unusable."""
+        file = folder / "tokenizer.json"
+        try:
+            definition = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{file}: cannot be read: {error}") from None
+        return cls(definition, str(file))
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        largest = max(self._plain.get_vocab().values(), default=-1)
+        return 1 + max([largest, *(token.token_id for token in self.added)])
+
+    @cached_property
+    def control_ids(self) -> frozenset[int]:
+        """The ids that structure a prompt and show nothing."""
+        return frozenset(token.token_id for token in self.added if token.control)
+
+    @cached_property
+    def _added_ids(self) -> dict[str, int]:
+        return {token.text: token.token_id for token in self.added}
+
+    @cached_property
+    def _added_bytes(self) -> dict[int, bytes]:
+        return {token.token_id: b"" if token.control else token.text.encode() for token in self.added}
+
+    def id_of(self, token: str) -> int:
+        """The id of an added token.
+
+        Raises:
+            PromptError: the vocabulary has no such token.
+        """
+        if token not in self._added_ids:
+            raise PromptError(f"the vocabulary has no token {token!r}")
+        return self._added_ids[token]
+
+    def encode_text(self, text: str) -> list[int]:
+        """The ids of ordinary text: what looks like a control token in it is encoded as the letters it is made of."""
+        return self._plain.encode(text, add_special_tokens=False).ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for: possibly a part of a character; none for a control token or a padding row
+        of the embedding table."""
+        if token_id in self._added_bytes:
+            return self._added_bytes[token_id]
+        token = self._plain.id_to_token(token_id)
+        return b"" if token is None else bytes(BYTE_OF_CHARACTER[character] for character in token)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`; control tokens show nothing, bytes that are no UTF-8 become U+FFFD."""
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
