@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from experiments.tiny_pictures import picture_tasks
 from experiments.tiny_tasks import Task, text_tasks
 
@@ -115,3 +117,16 @@ TINY_MOE = TinyModel(
     pictures=False,
 )
 TINY_MODELS = {model.name: model for model in (TINY_VL, TINY_MOE)}
+
+
+def full_config(model: TinyModel, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The model's `config.json` with the ids of its vocabulary."""
+    if not model.pictures:
+        return dict(model.config) | {"eos_token_id": tokenizer.token_to_id("<|im_end|>")}
+    names = {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    }
+    return dict(model.config) | {field: tokenizer.token_to_id(token) for field, token in names.items()}

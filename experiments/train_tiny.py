@@ -34,9 +34,9 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from experiments.tiny_data import Batch, Encoder, evaluation_batches, training_batches
-from experiments.tiny_models import PREPROCESSOR, TINY_MODELS, WEIGHTS, TinyModel
+from experiments.tiny_models import PREPROCESSOR, TINY_MODELS, WEIGHTS, TinyModel, full_config
 from experiments.tiny_vocabulary import train_vocabulary
-from models.compilation import cache_folder
+from models.compilation import cache_folder, enable_persistent_cache
 from models.config import ModelConfig, parse_config
 from models.images import ImageProcessor
 from models.moe import MoeBlock
@@ -45,25 +45,12 @@ from models.switches import Switches
 from models.weights import random_network
 
 PEAK_RATE = 3e-3
-WARM_UP_STEPS = 300
-DECAY_FROM = 0.5  # share of the time after which the learning rate falls to zero, linearly
+WARM_UP_STEPS = 60
+DECAY_FROM = 0.4  # share of the time from which on the learning rate falls to zero, linearly
 WEIGHT_DECAY = 0.05
 CLIP = 1.0
 BALANCE = 0.01  # weight of the experts' load-balancing loss
 BATCHES_AHEAD = 32
-
-
-def full_config(model: TinyModel, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The model's `config.json` with the ids of its vocabulary."""
-    if not model.pictures:
-        return dict(model.config) | {"eos_token_id": tokenizer.token_to_id("<|im_end|>")}
-    names = {
-        "image_token_id": "<|image_pad|>",
-        "video_token_id": "<|video_pad|>",
-        "vision_start_token_id": "<|vision_start|>",
-        "vision_end_token_id": "<|vision_end|>",
-    }
-    return dict(model.config) | {field: tokenizer.token_to_id(token) for field, token in names.items()}
 
 
 def make_encoder(model: TinyModel, tokenizer: Tokenizer) -> Encoder:
@@ -269,7 +256,7 @@ class Trainer:
 
 
 def learning_rate(step: int, done: float) -> float:
-    """Linear warm-up, a plateau, and a linear fall to zero in the second half of the time (`done` in 0..1)."""
+    """Linear warm-up, a plateau, and a linear fall to zero from `DECAY_FROM` of the time on (`done` in 0..1)."""
     return PEAK_RATE * min(1.0, (step + 1) / WARM_UP_STEPS) * min(1.0, max(0.0, (1 - done) / (1 - DECAY_FROM)))
 
 
@@ -310,6 +297,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=80, help="training time")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    enable_persistent_cache()
     work = cache_folder() / "training" / options.model
     work.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(TINY_MODELS[options.model], train_vocabulary(), options.seed)

@@ -95,9 +95,8 @@ def generate(
     cache = inference.empty_cache(length + 1)
     for chunk in plan_chunks(length):
         logits, cache = inference.prefill(cache, chunk, ids, positions, visual)
-        if chunk.start + chunk.tokens < length:
-            logits.block_until_ready()  # a chunk that is only queued could not be cancelled
-            yield PrefillProgress(chunk.start + chunk.tokens, length)
+        logits.block_until_ready()  # a chunk that is only queued could neither be timed nor cancelled
+        yield PrefillProgress(chunk.start + chunk.tokens, length)
 
     limit = min(request.max_tokens, context - length)
     sampled, state = inference.sample(logits, state)

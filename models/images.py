@@ -152,6 +152,11 @@ class ImageProcessor:
             std=tuple(values["image_std"]),
         )
 
+    @property
+    def max_tokens(self) -> int:
+        """Visual tokens of the largest picture."""
+        return self.max_pixels // (self.patch_size * self.merge_size) ** 2
+
     def __call__(self, image: Image.Image) -> VisionInput:
         """One picture; it fills all frames of its single temporal patch."""
         rows, columns = smart_resize(

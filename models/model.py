@@ -22,8 +22,8 @@ from models.inference import Inference, VisualFeatures, plan_chunks
 from models.positions import Grid, rope_positions
 from models.presets import EOS_TOKENS, PRESETS, preset
 from models.prompt import Prompt, PromptBuilder
-from models.qwen_vocabulary import qwen_tokenizer
-from models.sampling import SamplingParams, start_sampling
+from models.qwen_vocabulary import QWEN_VOCABULARY, qwen_tokenizer
+from models.sampling import SamplingParams, check_bias, start_sampling
 from models.switches import Switches
 from models.text_stream import TextStream
 from models.tokenizer import Tokenizer
@@ -70,14 +70,16 @@ def load(
         network = random_network(config, dtype, switches)
     else:
         network = load_network(Checkpoint.open(folder), config, dtype, switches)
+    processor = None if config.vision is None else ImageProcessor.from_folder(folder, max_image_tokens)
     return LoadedModel(
         name=Path(path_or_preset).name,
         config=config,
         inference=Inference(network, config, switches),
-        text=_open_text(folder, config, max_image_tokens),
+        text=_open_text(folder, config, processor),
         max_context=_context(config, max_context),
-        max_image_tokens=max_image_tokens,
+        max_image_tokens=0 if processor is None else processor.max_tokens,
         end_tokens=_end_tokens(folder),
+        default_sampling=_default_sampling(folder),
     )
 
 
@@ -115,6 +117,19 @@ def _context(config: ModelConfig, max_context: int | None) -> int:
     return max_context
 
 
+def _default_sampling(folder: Path | None) -> SamplingParams:
+    """How `generation_config.json` says the model is best sampled; greedy where it does not ask for sampling."""
+    file = None if folder is None else folder / "generation_config.json"
+    values = _read_json(file) if file is not None and file.is_file() else {}
+    if not values.get("do_sample"):
+        return SamplingParams()
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    try:
+        return SamplingParams(**({"temperature": 1.0} | {name: values[name] for name in names if name in values}))
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
 def _end_tokens(folder: Path | None) -> frozenset[int]:
     """The end-of-turn ids of `generation_config.json`, else of `config.json`; Qwen3's own for a bare shape."""
     if folder is None:
@@ -134,18 +149,15 @@ class TextSide:
     prompts: PromptBuilder
 
 
-def _open_text(folder: Path | None, config: ModelConfig, max_image_tokens: int) -> TextSide | None:
+def _open_text(folder: Path | None, config: ModelConfig, processor: ImageProcessor | None) -> TextSide | None:
     """The folder's tokenizer and template; the real Qwen vocabulary where there is none and the sizes fit it; None for
     a model that has only token ids."""
     if folder is not None and (folder / "tokenizer.json").is_file():
         tokenizer, template = Tokenizer.from_folder(folder), ChatTemplate.from_folder(folder)
-    else:
+    elif config.text.vocab >= QWEN_VOCABULARY:
         tokenizer, template = qwen_tokenizer(), default_chat_template()
-        if tokenizer.vocab_size > config.text.vocab:
-            return None
-    processor = None
-    if config.vision is not None:
-        processor = ImageProcessor.from_folder(folder, max_image_tokens)
+    else:
+        return None
     prompts = PromptBuilder(tokenizer, template, processor, config)
     return TextSide(tokenizer, prompts)
 
@@ -175,12 +187,14 @@ class LoadedModel:
         max_context: int,
         max_image_tokens: int,
         end_tokens: frozenset[int],
+        default_sampling: SamplingParams,
     ) -> None:
         self.name = name
         self.config = config
         self.max_context = max_context
         self.max_image_tokens = max_image_tokens
         self.end_tokens = end_tokens
+        self.default_sampling = default_sampling
         self._inference = inference
         self._text = text
 
@@ -204,6 +218,10 @@ class LoadedModel:
         prompt = self._text_side().prompts.build(messages, **template_kwargs)
         check_room(len(prompt.token_ids), self.max_context)
         return prompt
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """Raises ConfigError if `logit_bias` names a token that the model does not have."""
+        check_bias(sampling.logit_bias, self.config.text.vocab)
 
     def logits(
         self,

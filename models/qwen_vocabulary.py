@@ -30,6 +30,7 @@ MARKS = (
     "<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|> "
     "<tool_response> </tool_response> <think> </think>"
 ).split()
+QWEN_VOCABULARY = FIRST_ADDED + len(CONTROL) + len(MARKS)  # ids in use
 CHARACTER_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
 
 

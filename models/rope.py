@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -67,6 +68,8 @@ class RotaryTable:
     """Turns positions into the cos and sin that rotate queries and keys. Plain numbers, no parameters."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, switches: Switches) -> None:
+        if switches.rope_theta is not None:
+            rope = replace(rope, theta=switches.rope_theta)
         self.frequencies, self.factor = inverse_frequencies(rope, head_dim)
         self.axes = axis_of_frequency(rope, head_dim, switches)
 

@@ -119,12 +119,17 @@ def start_sampling(rows: Sequence[tuple[SamplingParams, np.ndarray]], vocab: int
     )
 
 
-def _dense_bias(bias: Mapping[int, float], vocab: int) -> np.ndarray:
-    dense = np.zeros(vocab, np.float32)
-    for token, value in bias.items():
+def check_bias(bias: Mapping[int, float], vocab: int) -> None:
+    """Raises ConfigError if a bias names a token outside the vocabulary."""
+    for token in bias:
         if not 0 <= token < vocab:
             raise ConfigError(f"logit_bias names token {token}; the vocabulary has ids 0..{vocab - 1}")
-        dense[token] = value
+
+
+def _dense_bias(bias: Mapping[int, float], vocab: int) -> np.ndarray:
+    check_bias(bias, vocab)
+    dense = np.zeros(vocab, np.float32)
+    dense[list(bias)] = list(bias.values())
     return dense
 
 

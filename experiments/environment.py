@@ -1,0 +1,55 @@
+"""What a result was measured on and with, as a JSON object to keep beside it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "pillow", "tokenizers")
+SETTINGS = ("XLA_FLAGS", "JAX_PLATFORMS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def environment() -> dict[str, Any]:
+    """Processor, memory, load, versions, settings and the commit of the working tree."""
+    return {
+        "cpu": _cpu_name(),
+        "architecture": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+        "load_average": os.getloadavg(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "settings": {name: os.environ[name] for name in SETTINGS if name in os.environ},
+        "commit": _commit(),
+    }
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+
+
+def _commit() -> str:
+    """The commit's hash, marked where the working tree has changes; "unknown" outside a checkout."""
+    root = Path(__file__).parent
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
+        changed = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.stdout.strip() + (" with changes" if changed.stdout.strip() else "")
+
+
+def write_environment(folder: Path) -> None:
+    """Writes `environment.json` into a result's folder."""
+    (folder / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")

@@ -1,0 +1,113 @@
+"""The routes, and one shape for every error."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from quart import Quart, Response, jsonify, request
+from werkzeug.exceptions import HTTPException
+
+from serving import chat, sse
+from serving.chat_request import parse_chat_request
+from serving.engine import Engine
+from serving.errors import ApiError
+from serving.settings import Settings
+
+log = logging.getLogger("kestrel.http")
+PREPARING_THREADS = 2  # template, tokenizer and picture decoding; more would only take cores from the engine
+
+
+def create_app(engine: Engine, settings: Settings) -> Quart:
+    """The application around an engine."""
+    app = Quart("serving", static_folder=None)
+    app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
+    app.json.sort_keys = False
+    workers = ThreadPoolExecutor(PREPARING_THREADS, thread_name_prefix="prepare")
+    started = int(time.time())
+
+    @app.before_serving
+    async def start() -> None:
+        engine.start()
+
+    @app.after_serving
+    async def stop() -> None:
+        engine.stop()
+        workers.shutdown(wait=False, cancel_futures=True)
+
+    @app.get("/health")
+    async def health() -> tuple[Response, int]:
+        """Whether requests are taken, and what is under way."""
+        state = {
+            "status": engine.state,
+            "model": settings.model_id,
+            "busy": engine.active > 0,
+            "queued": engine.queued,
+            "active": engine.active,
+            "total_requests": engine.total_requests,
+            "max_seq": engine.model.max_context if engine.model else 0,
+            "max_queued": engine.max_queued,
+        }
+        return jsonify(state), 200 if engine.state == "ok" else 503
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """The one model that is served."""
+        entry = {"id": settings.model_id, "object": "model", "created": started, "owned_by": "kestrel-jax"}
+        return jsonify({"object": "list", "data": [entry]})
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions() -> Response:
+        """A chat completion, streamed or whole."""
+        asked = parse_chat_request(await request.get_data())
+        if asked.model not in (None, settings.model_id):
+            message = f"the model '{asked.model:.80}' is not served here; '{settings.model_id}' is"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        job = engine.admit()
+        # However this request's task ends, even before its stream has begun, its place is given back.
+        asyncio.current_task().add_done_callback(lambda _: engine.release(job))
+        exchange = await chat.begin(engine, asked, settings.model_id, job, workers)
+        if not asked.stream:
+            return jsonify(await chat.whole(exchange, settings.kestrel_events))
+        frames = chat.stream(exchange, settings.kestrel_events, settings.ping_seconds or None)
+        response = Response(frames, headers=sse.HEADERS)
+        response.timeout = None  # Quart would cut a stream off after a minute
+        return response
+
+    @app.errorhandler(ApiError)
+    async def api_error(error: ApiError) -> Response:
+        return _error_response(error)
+
+    @app.errorhandler(HTTPException)
+    async def http_error(error: HTTPException) -> Response:
+        """Quart's own refusals: unknown path, wrong method, body too large or too slow."""
+        status = error.code or 500
+        return _error_response(ApiError(status, _plain(error, settings), code=None), error.get_headers())
+
+    @app.errorhandler(Exception)
+    async def unexpected(error: Exception) -> Response:
+        log.exception("%s %s failed", request.method, request.path, exc_info=error)
+        return _error_response(ApiError(500, "the server failed on this request", code="internal_error"))
+
+    return app
+
+
+def _plain(error: HTTPException, settings: Settings) -> str:
+    if error.code == 413:
+        return f"the body is larger than {settings.max_body_bytes} bytes"
+    if error.code in (404, 405):
+        return f"there is no {request.method} {request.path}"
+    return str(error.description or error.name)
+
+
+def _error_response(error: ApiError, headers: list[tuple[str, str]] | None = None) -> Response:
+    response = jsonify(error.body)
+    response.status_code = error.status
+    kept: dict[str, Any] = {name: value for name, value in headers or [] if name.lower() == "allow"}
+    if error.retry_after is not None:
+        kept["Retry-After"] = str(error.retry_after)
+    response.headers.update(kept)
+    return response

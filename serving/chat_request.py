@@ -1,0 +1,190 @@
+"""The body of POST /v1/chat/completions, checked field by field before any work is done for it."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from models import SamplingParams
+from serving.errors import ApiError, bad_request
+
+DEEPEST_NESTING = 64
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Count = Annotated[int, Field(ge=1)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+StopText = Annotated[str, Field(min_length=1)]
+
+
+class Strict(BaseModel):
+    """No coercion: a boolean is no number, a text no number. Unknown fields are ignored, as clients add new ones."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class Message(Strict):
+    """One turn; `content` is checked by `check_content`, because its errors should name the part."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    role: Role
+    content: Any = None
+
+
+class StreamOptions(Strict):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = None
+    include_metrics: bool | None = None
+    include_tokens: bool | None = None
+
+
+class ChatRequest(Strict):
+    """A valid request. None means that the client did not say."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Bias] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=4)] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    n: int | None = None
+    tools: list[Any] | None = None
+    response_format: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens to generate; the newer field wins."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def template_settings(self) -> dict[str, Any]:
+        """What goes to the chat template; `chat_template_kwargs` wins over the field of the same name."""
+        own = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        return own | (self.chat_template_kwargs or {})
+
+    def sampling(self, default: SamplingParams) -> SamplingParams:
+        """How to sample: what the client says, else the model's own defaults."""
+        names = ("temperature", "top_p", "top_k", "min_p", "seed")
+        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        said = {name: getattr(self, name) for name in (*names, *penalties) if getattr(self, name) is not None}
+        bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
+        return SamplingParams(**(vars(default) | said | {"logit_bias": bias, "top_logprobs": self.top_logprobs or 0}))
+
+
+def parse_chat_request(body: bytes) -> ChatRequest:
+    """Reads and checks a request body.
+
+    Raises:
+        ApiError: 400, with `param` naming the field.
+    """
+    values = parse_json(body)
+    try:
+        request = ChatRequest.model_validate(values)
+    except ValidationError as error:
+        raise _explained(error) from None
+    for index, message in enumerate(request.messages):
+        check_content(message, f"messages.{index}.content")
+    _check_supported(request)
+    return request
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body. NaN and Infinity are no JSON; nesting is limited."""
+    if not body:
+        raise bad_request("the body is empty; it should be a JSON object")
+    try:
+        values = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+    except RecursionError:
+        raise bad_request(f"the body is nested deeper than {DEEPEST_NESTING} levels") from None
+    except (UnicodeDecodeError, ValueError) as error:
+        raise bad_request(f"the body is not valid JSON in UTF-8: {error}") from None
+    if not isinstance(values, dict):
+        raise bad_request(f"the body should be a JSON object, found {type(values).__name__}")
+    if _deeper_than(values, DEEPEST_NESTING):
+        raise bad_request(f"the body is nested deeper than {DEEPEST_NESTING} levels")
+    return values
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number in JSON")
+
+
+def _deeper_than(value: Any, levels: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    if levels == 0:
+        return True
+    return any(_deeper_than(entry, levels - 1) for entry in (value.values() if isinstance(value, dict) else value))
+
+
+def _explained(error: ValidationError) -> ApiError:
+    """The first thing that is wrong, named by its place in the request."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    # A union reports each of its branches; their names are no part of the request.
+    place = [str(part) for part in first["loc"] if not str(part).startswith(("list[", "constrained-", "function-"))]
+    param = ".".join(part for part in place if part not in ("str", "float", "int"))
+    found = repr(first["input"])
+    shown = found if len(found) <= 80 else found[:77] + "..."
+    if first["type"] == "missing":
+        return bad_request(f"'{param}' is required", param)
+    return bad_request(f"'{param}': {first['msg'].lower()}, found {shown}", param)
+
+
+def check_content(message: Message, param: str) -> None:
+    """Text, or a list of parts; only an assistant may say nothing (its tool calls speak)."""
+    content = message.content
+    if isinstance(content, str) or (content is None and message.role == "assistant"):
+        return
+    if not isinstance(content, list) or not content:
+        raise bad_request(f"'{param}' should be a text or a list of parts, found {content!r:.80}", param)
+    for index, part in enumerate(content):
+        _check_part(part, f"{param}.{index}")
+
+
+def _check_part(part: Any, param: str) -> None:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text":
+        if not isinstance(part.get("text"), str):
+            raise bad_request(f"'{param}.text' should be a text", f"{param}.text")
+    elif kind == "image_url":
+        url = part.get("image_url")
+        if not isinstance(url, dict) or not isinstance(url.get("url"), str):
+            raise bad_request(f"'{param}.image_url' should be an object with a 'url'", f"{param}.image_url")
+    else:
+        raise bad_request(f"'{param}.type' should be 'text' or 'image_url', found {kind!r:.80}", f"{param}.type")
+
+
+def _check_supported(request: ChatRequest) -> None:
+    """Refuses what would otherwise be silently ignored."""
+    if request.n not in (None, 1):
+        raise bad_request(f"'n' must be 1, found {request.n}", "n")
+    if request.tools:
+        raise bad_request("'tools' are not supported by this server", "tools")
+    if request.response_format is not None and request.response_format.get("type") != "text":
+        raise bad_request("'response_format' may only be {'type': 'text'}", "response_format")
+    if request.top_logprobs and not request.logprobs:
+        raise bad_request("'top_logprobs' needs 'logprobs': true", "top_logprobs")
+    for token in request.logit_bias or ():
+        if not token.isascii() or not token.isdecimal():
+            raise bad_request(f"'logit_bias' should map token ids to numbers, found {token!r:.40}", "logit_bias")

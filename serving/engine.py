@@ -1,0 +1,166 @@
+"""The engine thread: the one owner of the model, which runs admitted requests one after the other.
+
+The event loop admits, submits and cancels; the thread loads, computes and sends events back with
+`loop.call_soon_threadsafe`. Neither touches the other's state: the set of live jobs belongs to the loop, the model and
+every JAX call to the thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from models import KestrelError, LoadedModel, PrefillProgress
+from serving.errors import ApiError, bad_request
+from serving.job import Failure, Job, Work
+
+log = logging.getLogger("kestrel.engine")
+State = Literal["loading", "ok", "draining", "error"]
+RETRY_SECONDS = {"loading": 5, "draining": 30, "error": 60}
+
+
+class Engine:
+    """Admission, the queue, and the thread behind it. All methods are called on the event loop."""
+
+    def __init__(self, load: Callable[[], LoadedModel], max_queued: int) -> None:
+        """`load` runs on the engine thread; `max_queued` bounds the requests that wait, 0 for no bound."""
+        self.model: LoadedModel | None = None
+        self.state: State = "loading"
+        self.problem = ""
+        self.total_requests = 0
+        self.max_queued = max_queued
+        self._load = load
+        self._live: set[Job] = set()
+        self._queue: queue.SimpleQueue[tuple[Job, Work] | None] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # On the event loop
+
+    def start(self) -> None:
+        """Starts loading; requests are admitted once that is done."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def active(self) -> int:
+        """Requests being computed."""
+        return sum(job.running for job in self._live)
+
+    @property
+    def queued(self) -> int:
+        """Requests admitted, but not yet being computed."""
+        return len(self._live) - self.active
+
+    def admit(self) -> Job:
+        """Takes a place for one request, before any work is done for it.
+
+        Raises:
+            ApiError: 503 unless the engine is ready, 429 if the waiting room is full.
+        """
+        if self.state != "ok":
+            raise ApiError(503, self._why_not(), code=self.state, retry_after=RETRY_SECONDS[self.state])
+        if self.max_queued and len(self._live) > self.max_queued:
+            message = f"{self.queued} requests are waiting, which is the limit; retry later"
+            raise ApiError(429, message, code="queue_full", retry_after=1)
+        job = Job()
+        self._live.add(job)
+        self.total_requests += 1
+        return job
+
+    def _why_not(self) -> str:
+        reasons = {"loading": "the model is loading", "draining": "the server is shutting down"}
+        return reasons.get(self.state, f"the engine has failed: {self.problem}")
+
+    def submit(self, job: Job, work: Work) -> None:
+        """Puts an admitted job into the queue."""
+        self._queue.put((job, work))
+
+    def release(self, job: Job) -> None:
+        """Ends a job whose handler has ended, however it ended. A running one counts until the engine lets go of it."""
+        job.cancel()
+        if not job.running:
+            self._live.discard(job)
+
+    async def drain(self, timeout: float) -> None:
+        """Refuses new requests, waits for the live ones, and after `timeout` seconds ends those with an error."""
+        self.state = "draining"
+        deadline = time.monotonic() + timeout
+        while self._live and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        self._fail_all(ApiError(503, "the server is shutting down", code="draining"))
+
+    def stop(self) -> None:
+        """Tells the thread to end after the job it is running."""
+        self._fail_all(ApiError(503, "the server is shutting down", code="draining"))
+        self._queue.put(None)
+
+    def _fail_all(self, error: ApiError) -> None:
+        for job in list(self._live):
+            job.deliver(Failure(error))
+            job.cancel()
+
+    def _enter(self, state: State, problem: str = "") -> None:
+        """A new state that the thread reports; draining is not undone by a model that is ready late."""
+        if state == "error":
+            self.problem = problem
+            self._fail_all(ApiError(503, f"the engine has failed: {problem}", code="error"))
+        if self.state != "draining" or state == "error":
+            self.state = state
+
+    def _end(self, job: Job) -> None:
+        job.running = False
+        self._live.discard(job)
+
+    # On the engine thread
+
+    def _run(self) -> None:
+        try:
+            self.model = self._load()
+            self._tell(self._enter, "ok")
+            while (item := self._queue.get()) is not None:
+                self._serve(*item)
+        except BaseException as error:
+            log.exception("the engine thread failed")
+            self._tell(self._enter, "error", f"{type(error).__name__}: {error}")
+
+    def _tell(self, call: Callable[..., None], *arguments: object) -> None:
+        """Runs `call` on the event loop, unless that has ended."""
+        try:
+            self._loop.call_soon_threadsafe(call, *arguments)
+        except RuntimeError:
+            log.debug("the event loop has ended; %s is dropped", call)
+
+    def _serve(self, job: Job, work: Work) -> None:
+        """Runs one job to its end, or until nobody waits for it; its failure is its own."""
+        if job.cancelled:
+            return
+        job.running = True
+        try:
+            self._generate(job, work)
+        except KestrelError as error:
+            self._tell(job.deliver, Failure(bad_request(str(error))))
+        except Exception:
+            log.exception("request %s failed", job.id)
+            self._tell(job.deliver, Failure(ApiError(500, "the engine failed on this request", code="engine_error")))
+        finally:
+            self._tell(self._end, job)
+
+    def _generate(self, job: Job, work: Work) -> None:
+        job.timing.started = time.monotonic()
+        items = self.model.stream(work.prompt, max_tokens=work.max_tokens, stop=work.stop, sampling=work.sampling)
+        for item in items:
+            if job.cancelled:
+                return
+            now = time.monotonic()
+            if isinstance(item, PrefillProgress):
+                job.timing.prefilled = now
+                continue
+            job.timing.first_token = job.timing.first_token or now
+            job.timing.last_token = now
+            self._tell(job.deliver, item)

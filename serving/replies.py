@@ -1,0 +1,104 @@
+"""The JSON objects of OpenAI's chat completions API, and the original engine's two extra stream objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from models import Prompt, Step
+from models.tokenizer import Tokenizer
+from serving.job import Job
+
+LOWEST_LOGPROB = -9999.0  # OpenAI's own stand-in for minus infinity, which JSON does not have
+
+
+def chunk(job: Job, model: str, delta: dict[str, Any], **choice: Any) -> dict[str, Any]:
+    """One stream object with one choice; `choice` may bring `finish_reason` and `logprobs`."""
+    entry = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None} | choice
+    return _envelope(job, "chat.completion.chunk", model) | {"choices": [entry]}
+
+
+def usage_chunk(job: Job, model: str, numbers: dict[str, int]) -> dict[str, Any]:
+    """The stream object that carries usage and no choice."""
+    return _envelope(job, "chat.completion.chunk", model) | {"choices": [], "usage": numbers}
+
+
+def completion(
+    job: Job, model: str, text: str, finish_reason: str, logprobs: dict[str, Any] | None, numbers: dict[str, int]
+) -> dict[str, Any]:
+    """The whole answer of a request that does not stream."""
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": text, "refusal": None},
+        "logprobs": logprobs,
+        "finish_reason": finish_reason,
+    }
+    return _envelope(job, "chat.completion", model) | {"choices": [choice], "usage": numbers}
+
+
+def _envelope(job: Job, kind: str, model: str) -> dict[str, Any]:
+    return {"id": job.id, "object": kind, "created": job.created, "model": model}
+
+
+def usage(prompt: Prompt, steps: Sequence[Step]) -> dict[str, int]:
+    """Token counts; the end token counts as generated, since it took a step."""
+    prompt_tokens, completion_tokens = len(prompt.token_ids), len(steps)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def logprobs(steps: Sequence[Step], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The log-probabilities of tokens; control tokens, which have no text, are left out."""
+    shown = [step for step in steps if step.token_id not in tokenizer.control_ids]
+    content = [
+        _token(step.token_id, step.logprob, tokenizer)
+        | {"top_logprobs": [_token(token, logprob, tokenizer) for token, logprob in step.top_logprobs]}
+        for step in shown
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    """One token may be a part of a character, so its bytes are told too."""
+    token = tokenizer.token_bytes(token_id)
+    return {
+        "token": token.decode("utf-8", errors="replace"),
+        "logprob": max(logprob, LOWEST_LOGPROB),
+        "bytes": list(token),
+    }
+
+
+def metrics(job: Job, prompt: Prompt, last_user_tokens: int, steps: Sequence[Step]) -> dict[str, Any]:
+    """The original's `chat.completion.metrics`: times in milliseconds from the moment the engine took the request up.
+
+    Waiting in the queue is excluded, as in the original; encoding pictures is included, unlike there. With one token
+    `tpot_ms` is `ttft_ms`.
+    """
+    timing, count = job.timing, len(steps)
+    first, total = (1e3 * (moment - timing.started) for moment in (timing.first_token, timing.last_token))
+    return {
+        "prompt_tokens": len(prompt.token_ids),
+        "last_user_tokens": last_user_tokens,
+        "n_tokens": count,
+        "ttft_ms": round(first, 1),
+        "tpot_ms": round((total - first) / (count - 1) if count > 1 else first, 1),
+        "total_ms": round(total, 1),
+        "prefill_ms": round(1e3 * (timing.prefilled - timing.started), 1),
+        "tok_s": round(count * 1e3 / total, 2) if total else 0.0,
+    }
+
+
+def metrics_frame(numbers: dict[str, Any]) -> dict[str, Any]:
+    """The original's stream object with a request's times. Not part of OpenAI's API."""
+    return {"object": "chat.completion.metrics", "metrics": numbers}
+
+
+def tokens_frame(prompt: Prompt, steps: Sequence[Step]) -> dict[str, Any]:
+    """The original's stream object with every id of the conversation. Not part of OpenAI's API."""
+    return {
+        "object": "chat.completion.tokens",
+        "tokens": [*prompt.token_ids.tolist(), *(step.token_id for step in steps)],
+    }

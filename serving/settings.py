@@ -1,0 +1,63 @@
+"""What the command line says."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The server's settings; `model_id` is the name that clients see."""
+
+    model: str = "tiny-vl"
+    weights: str | None = None
+    dtype: str = "float32"
+    model_id: str = "tiny-vl"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_queued: int = 16
+    max_context: int | None = None
+    max_image_tokens: int = 1280
+    max_body_bytes: int = 32 * 2**20
+    drain_timeout: float = 30.0
+    ping_seconds: float = 15.0
+    kestrel_events: bool = False
+
+
+def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
+    """Reads the command line; ends the program with a message for what it does not know."""
+    default = Settings()
+    parser = argparse.ArgumentParser(
+        prog="python -m serving",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Serves one model.",
+    )
+    parser.add_argument("--model", default=default.model, help="a checkpoint folder, tiny-vl, tiny-moe, or a preset")
+    parser.add_argument("--weights", choices=["random"], help="random weights, for a preset")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=default.dtype, help="how matrices are kept")
+    parser.add_argument("--model-id", help="the name that clients see; by default the model's")
+    parser.add_argument("--host", default=default.host, help="the address to listen on")
+    parser.add_argument("--port", type=int, default=default.port, help="0 takes a free one, which is printed")
+    parser.add_argument(
+        "--max-queued", type=_count, default=default.max_queued, help="waiting requests; 0 for no limit"
+    )
+    parser.add_argument("--max-context", type=int, help="tokens of prompt and answer together")
+    parser.add_argument("--max-image-tokens", type=int, default=default.max_image_tokens, help="tokens of one picture")
+    parser.add_argument("--max-body-bytes", type=_count, default=default.max_body_bytes, help="size of a request")
+    parser.add_argument("--drain-timeout", type=float, default=default.drain_timeout, help="seconds at shutdown")
+    parser.add_argument(
+        "--ping-seconds", type=float, default=default.ping_seconds, help="silence before a comment; 0: none"
+    )
+    parser.add_argument("--kestrel-events", action="store_true", help="send metrics and tokens frames in every stream")
+    values = vars(parser.parse_args(arguments))
+    values["model_id"] = values["model_id"] or values["model"].rstrip("/").rsplit("/", 1)[-1]
+    return Settings(**values)
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must not be negative, found {value}")
+    return value
