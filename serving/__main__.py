@@ -8,18 +8,18 @@ import signal
 import socket
 import sys
 import time
-
-from hypercorn.asyncio import serve
-from hypercorn.config import Config
+from collections.abc import Coroutine
+from typing import Any
 
 import models
 from models.model import find_folder
 from serving.app import create_app
 from serving.engine import Engine
+from serving.listener import Listener
 from serving.settings import Settings, parse_settings
 
 KEEP_ALIVE_SECONDS = 75  # longer than the idle time of common client pools
-CLOSING_SECONDS = 3.0
+CLOSING_SECONDS = 3.0  # for the last frames to reach their clients
 
 
 def load(settings: Settings) -> models.LoadedModel:
@@ -46,61 +46,50 @@ def listening_socket(settings: Settings) -> socket.socket:
     return listener
 
 
-async def run(settings: Settings, listener: socket.socket) -> int:
-    """Serves until a signal. The first one drains, the second stops at once; 1 if the engine has failed."""
-    engine = Engine(lambda: load(settings), settings.max_queued)
-    app = create_app(engine, settings)
-    config = Config()
-    config.bind = [f"fd://{listener.fileno()}"]
-    config.keep_alive_timeout = KEEP_ALIVE_SECONDS
-    config.graceful_timeout = CLOSING_SECONDS
-    config.accesslog = None
-    asked, closing = asyncio.Event(), asyncio.Event()
+async def run(settings: Settings, bound: socket.socket) -> int:
+    """Serves until a signal: the first one drains, the second stops at once. The exit status is 1 if the model could not
+    be loaded or the engine has failed."""
+    asked, hurried = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
-        if asked.is_set():
-            closing.set()
-        asked.set()
+        (hurried if asked.is_set() else asked).set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    server = asyncio.create_task(serve(app, config, shutdown_trigger=closing.wait))
-    waiting = asyncio.create_task(asked.wait())
-    await asyncio.wait({server, waiting}, return_when=asyncio.FIRST_COMPLETED)
-    await _close(engine, settings, server, closing)
+    engine = Engine(lambda: load(settings), settings.max_queued)
+    listener = Listener(create_app(engine, settings), bound, keep_alive=KEEP_ALIVE_SECONDS)
+    await listener.start()
+    await _first(asked.wait(), engine.cannot_load())
+    await _first(engine.drain(settings.drain_timeout), hurried.wait())
+    engine.stop()
+    await listener.close(0 if hurried.is_set() else CLOSING_SECONDS)
     return 1 if engine.state == "error" else 0
 
 
-async def _close(engine: Engine, settings: Settings, server: asyncio.Task[None], closing: asyncio.Event) -> None:
-    """Drains, then closes. From Python 3.12 on a server waits for every connection; its end is not waited for long."""
-    drain = asyncio.create_task(engine.drain(settings.drain_timeout))
-    at_once = asyncio.create_task(closing.wait())
-    await asyncio.wait({drain, at_once, server}, return_when=asyncio.FIRST_COMPLETED)
-    if not drain.done():
-        drain.cancel()
-        engine.stop()
-    await asyncio.sleep(0.1)  # lets the streams write their last frames
-    closing.set()
-    await asyncio.wait({server}, timeout=CLOSING_SECONDS + 2)
-    server.cancel()
-    await asyncio.gather(server, drain, at_once, return_exceptions=True)
+async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
+    """Returns when one of them is done, and drops the others."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    await asyncio.gather(*done)
 
 
 def main() -> int:
     """Runs the command; 2 is the exit status of a setting that the user can put right."""
     settings = parse_settings()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("hypercorn").setLevel(logging.WARNING)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         find_folder(settings.model)
-        listener = listening_socket(settings)
+        bound = listening_socket(settings)
     except (models.KestrelError, OSError, OverflowError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    host, port = listener.getsockname()[:2]
+    host, port = bound.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
     print(f"listening on http://{address}:{port}; loading {settings.model}", flush=True)
-    return asyncio.run(run(settings, listener))
+    return asyncio.run(run(settings, bound))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The engine thread: the one owner of the model, which runs admitted requests one after the other.
 
 The event loop admits, submits and cancels; the thread loads, computes and sends events back with
-`loop.call_soon_threadsafe`. Neither touches the other's state: the set of live jobs belongs to the loop, the model and
-every JAX call to the thread.
+`loop.call_soon_threadsafe`. The set of live jobs belongs to the loop, the model and every JAX call to the thread; what
+both touch are single flags of a job: `cancelled`, set by the loop, and `running`, set by the thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Engine:
         self.max_queued = max_queued
         self._load = load
         self._live: set[Job] = set()
-        self._queue: queue.SimpleQueue[tuple[Job, Work] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._loaded = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -79,13 +80,20 @@ class Engine:
 
     def submit(self, job: Job, work: Work) -> None:
         """Puts an admitted job into the queue."""
-        self._queue.put((job, work))
+        job.work = work
+        self._queue.put(job)
 
     def release(self, job: Job) -> None:
         """Ends a job whose handler has ended, however it ended. A running one counts until the engine lets go of it."""
         job.cancel()
         if not job.running:
             self._live.discard(job)
+
+    async def cannot_load(self) -> None:
+        """Returns if and when the model could not be loaded; `problem` tells why."""
+        await self._loaded.wait()
+        if self.state != "error":
+            await asyncio.get_running_loop().create_future()
 
     async def drain(self, timeout: float) -> None:
         """Refuses new requests, waits for the live ones, and after `timeout` seconds ends those with an error."""
@@ -112,6 +120,7 @@ class Engine:
             self._fail_all(ApiError(503, f"the engine has failed: {problem}", code="error"))
         if self.state != "draining" or state == "error":
             self.state = state
+        self._loaded.set()
 
     def _end(self, job: Job) -> None:
         job.running = False
@@ -123,8 +132,11 @@ class Engine:
         try:
             self.model = self._load()
             self._tell(self._enter, "ok")
-            while (item := self._queue.get()) is not None:
-                self._serve(*item)
+            while (job := self._queue.get()) is not None:
+                self._serve(job)
+        except KestrelError as error:  # the model cannot be loaded, for a reason that the user can put right
+            log.error("%s", error)
+            self._tell(self._enter, "error", str(error))
         except BaseException as error:
             log.exception("the engine thread failed")
             self._tell(self._enter, "error", f"{type(error).__name__}: {error}")
@@ -136,9 +148,10 @@ class Engine:
         except RuntimeError:
             log.debug("the event loop has ended; %s is dropped", call)
 
-    def _serve(self, job: Job, work: Work) -> None:
+    def _serve(self, job: Job) -> None:
         """Runs one job to its end, or until nobody waits for it; its failure is its own."""
-        if job.cancelled:
+        work = job.work
+        if job.cancelled or work is None:
             return
         job.running = True
         try:

@@ -49,6 +49,7 @@ class Job:
         self.created = int(time.time())
         self.timing = Timing()
         self.running = False
+        self.work: Work | None = None
         self._cancelled = threading.Event()
         self._events: asyncio.Queue[Step | Failure] = asyncio.Queue()
 
@@ -60,6 +61,7 @@ class Job:
     def cancel(self) -> None:
         """Asks the engine to drop the job at the next step; safe from any thread."""
         self._cancelled.set()
+        self.work = None  # it may hold pictures, and the job may stay queued for long
 
     def deliver(self, event: Step | Failure) -> None:
         """Hands an event to the handler; on the event loop only."""
@@ -73,7 +75,8 @@ class Job:
         """
         while True:
             try:
-                event = await asyncio.wait_for(self._events.get(), silence)
+                async with asyncio.timeout(silence):  # unlike wait_for it never loses a cancellation
+                    event = await self._events.get()
             except TimeoutError:
                 yield None
                 continue

@@ -1,0 +1,102 @@
+"""The listening socket: accepts connections and runs hypercorn's HTTP code on each of them.
+
+`hypercorn.asyncio.serve` does this too, but two of its habits would hurt here. From Python 3.12 on its shutdown waits for
+every connection without a limit, so that one client that does not read keeps the process alive (hypercorn issues 308 and
+374). And it reads no further while bytes that follow a request are unhandled, so that it would not see such a client leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+
+from hypercorn.asyncio.tcp_server import TCPServer
+from hypercorn.asyncio.worker_context import WorkerContext
+from hypercorn.config import Config
+from hypercorn.events import Closed
+from hypercorn.utils import wrap_app
+from quart import Quart
+
+PARSING_SECONDS = 0.05  # ample for the bytes that came before the end; longer means that hypercorn has put them off
+ABORTING_SECONDS = 1.0
+
+
+class Listener:
+    """Serves an application on a bound socket, which it takes over."""
+
+    def __init__(self, app: Quart, bound: socket.socket, *, keep_alive: float, backlog: int = 100) -> None:
+        """`keep_alive` is how many seconds a connection may be idle."""
+        self._app = app
+        self._socket = bound
+        self._backlog = backlog
+        self._config = Config()
+        self._config.keep_alive_timeout = keep_alive
+        self._config.accesslog = None
+        self._context = WorkerContext(None)
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+
+    async def start(self) -> None:
+        """Starts the application and accepts connections."""
+        await self._app.startup()
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: asyncio.StreamReaderProtocol(_Reader(loop=loop), self._serve, loop=loop),
+            sock=self._socket,
+            backlog=self._backlog,
+        )
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        self._connections[task] = writer
+        task.add_done_callback(self._connections.pop)
+        app = wrap_app(self._app, self._config.wsgi_max_body_size, "asgi")
+        await _Connection(app, asyncio.get_running_loop(), self._config, self._context, {}, reader, writer)
+
+    async def close(self, patience: float) -> None:
+        """Accepts nothing more, closes idle connections, gives the others `patience` seconds, and stops the application."""
+        self._server.close()
+        await self._context.terminated.set()
+        await self._wait(patience)
+        for writer in self._connections.values():
+            writer.transport.abort()
+        await self._wait(ABORTING_SECONDS)
+        await self._app.shutdown()
+
+    async def _wait(self, seconds: float) -> None:
+        if self._connections:
+            await asyncio.wait(self._connections, timeout=seconds)
+
+
+class _Reader(asyncio.StreamReader):
+    """Knows at once when the client has ended its side, whatever is still unread."""
+
+    def __init__(self, *, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop=loop)
+        self.left = asyncio.Event()
+
+    def feed_eof(self) -> None:
+        super().feed_eof()
+        self.left.set()
+
+    def set_exception(self, exc: BaseException) -> None:
+        super().set_exception(exc)
+        self.left.set()
+
+
+class _Connection(TCPServer):
+    """One connection. A client that has ended its side counts as gone, even if it could still read."""
+
+    async def _read_data(self) -> None:
+        reading = asyncio.create_task(super()._read_data())
+        leaving = asyncio.create_task(self.reader.left.wait())
+        try:
+            await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({reading}, timeout=PARSING_SECONDS)
+            if not reading.done():
+                await self.protocol.handle(Closed())
+        finally:
+            leaving.cancel()
+            reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reading
