@@ -216,7 +216,8 @@ def _require(fields: _Fields, name: str, kind: type, only: Any) -> None:
 
 
 def _parse_moe(fields: _Fields, model_type: str) -> MoeConfig:
-    experts, top_k = fields.size("num_experts"), fields.size("num_experts_per_tok")
+    experts = fields.size("num_local_experts", None) or fields.size("num_experts")  # the former in transformers 5
+    top_k = fields.size("num_experts_per_tok")
     if top_k > experts:
         raise ConfigError(f"{fields.where}: num_experts_per_tok {top_k} exceeds num_experts {experts}")
     # The vision-language mixture always renormalises, whatever its file says; the text one only if the file says so.
