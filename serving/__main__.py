@@ -47,8 +47,8 @@ def listening_socket(settings: Settings) -> socket.socket:
 
 
 async def run(settings: Settings, bound: socket.socket) -> int:
-    """Serves until a signal: the first one drains, the second stops at once. The exit status is 1 if the model could not
-    be loaded or the engine has failed."""
+    """Serves until a signal: the first one drains, the second stops at once. The exit status is 1 if the model could
+    not be loaded or the engine has failed."""
     asked, hurried = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:

@@ -1,8 +1,9 @@
 """The listening socket: accepts connections and runs hypercorn's HTTP code on each of them.
 
-`hypercorn.asyncio.serve` does this too, but two of its habits would hurt here. From Python 3.12 on its shutdown waits for
-every connection without a limit, so that one client that does not read keeps the process alive (hypercorn issues 308 and
-374). And it reads no further while bytes that follow a request are unhandled, so that it would not see such a client leave.
+`hypercorn.asyncio.serve` does this too, but two of its habits would hurt here. From Python 3.12 on its shutdown waits
+for every connection without a limit, so that one client that does not read keeps the process alive (hypercorn issues 308
+and 374). And it reads no further while bytes that follow a request are unhandled, so that it does not see such a client
+leave.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Listener:
         await _Connection(app, asyncio.get_running_loop(), self._config, self._context, {}, reader, writer)
 
     async def close(self, patience: float) -> None:
-        """Accepts nothing more, closes idle connections, gives the others `patience` seconds, and stops the application."""
+        """Accepts nothing more, closes idle connections, cuts the others off after `patience` seconds."""
         self._server.close()
         await self._context.terminated.set()
         await self._wait(patience)
