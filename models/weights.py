@@ -109,9 +109,14 @@ class _CheckpointSource:
         return self.checkpoint.read(name)
 
     def _experts(self, name: str, like: jax.ShapeDtypeStruct) -> np.ndarray:
-        """Stacked experts `[experts, out, in]`: published either fused as `[experts, in, out]`, or one by one."""
+        """Stacked experts `[experts, out, in]`: published either fused as `[experts, in, out]`, or one by one.
+
+        transformers 5 saves fused experts as `[experts, out, in]`, and reads them so where the shape allows both.
+        """
         experts, rows, columns = like.shape
         if name in self.checkpoint.names():
+            if self.checkpoint.shape(name) == like.shape:
+                return self._tensor(name, like.shape)
             return self._tensor(name, (experts, columns, rows)).swapaxes(1, 2)
         stem, part = name.rsplit(".", 1)
         parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
