@@ -18,6 +18,7 @@ from serving.errors import ApiError
 from serving.settings import Settings
 
 log = logging.getLogger("kestrel.http")
+BODY_SECONDS = 60
 PREPARING_THREADS = 2  # template, tokenizer and picture decoding; more would only take cores from the engine
 
 
@@ -25,7 +26,9 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
     """The application around an engine."""
     app = Quart("serving", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
+    app.config["BODY_TIMEOUT"] = None  # see `read_body`
     app.json.sort_keys = False
+    app.url_map.merge_slashes = False  # a redirect would be the only answer that is not JSON
     workers = ThreadPoolExecutor(PREPARING_THREADS, thread_name_prefix="prepare")
     started = int(time.time())
 
@@ -62,7 +65,7 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
     @app.post("/v1/chat/completions")
     async def chat_completions() -> Response:
         """A chat completion, streamed or whole."""
-        asked = parse_chat_request(await request.get_data())
+        asked = parse_chat_request(await read_body())
         if asked.model not in (None, settings.model_id):
             message = f"the model '{asked.model:.80}' is not served here; '{settings.model_id}' is"
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -93,6 +96,25 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
         return _error_response(ApiError(500, "the server failed on this request", code="internal_error"))
 
     return app
+
+
+async def read_body() -> bytes:
+    """The request's body. Quart's own time limit uses `asyncio.wait_for`, which up to Python 3.11 loses a cancellation
+    that arrives together with the body: the request of a client that hangs up at once would run to its end.
+
+    Only what says that it is JSON is taken: browsers send other types across origins without asking, which would let
+    any web page use a server on its reader's own machine.
+
+    Raises:
+        ApiError: 415 for another type of content; 408 if the body takes longer than a minute.
+    """
+    if not request.is_json or request.headers.get("Content-Encoding", "identity") != "identity":
+        raise ApiError(415, "the body should be JSON, sent as 'Content-Type: application/json' and not compressed")
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await request.get_data()
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS} seconds") from None
 
 
 def _plain(error: HTTPException, settings: Settings) -> str:

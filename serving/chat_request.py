@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -11,6 +12,7 @@ from models import SamplingParams
 from serving.errors import ApiError, bad_request
 
 DEEPEST_NESTING = 64
+TEMPLATE_NAMES = {"self", "messages", "added", "tools", "add_generation_prompt"}  # what the server itself passes
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=1)]
@@ -63,6 +65,8 @@ class ChatRequest(Strict):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     n: int | None = None
     tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
     response_format: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -110,14 +114,19 @@ def parse_chat_request(body: bytes) -> ChatRequest:
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body. NaN and Infinity are no JSON; nesting is limited."""
+    """The JSON object of a body. NaN and Infinity are no JSON; a field comes once; nesting is limited."""
     if not body:
         raise bad_request("the body is empty; it should be a JSON object")
     try:
-        values = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+        text = body.decode("utf-8")
+        values = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
+        if re.search(r"\\u[dD][89a-fA-F]", text):
+            json.dumps(values, ensure_ascii=False).encode("utf-8")  # refuses half a surrogate pair
     except RecursionError:
         raise bad_request(f"the body is nested deeper than {DEEPEST_NESTING} levels") from None
-    except (UnicodeDecodeError, ValueError) as error:
+    except UnicodeEncodeError:
+        raise bad_request("the body is not valid JSON in UTF-8: it has half a surrogate pair") from None
+    except ValueError as error:
         raise bad_request(f"the body is not valid JSON in UTF-8: {error}") from None
     if not isinstance(values, dict):
         raise bad_request(f"the body should be a JSON object, found {type(values).__name__}")
@@ -128,6 +137,15 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number in JSON")
+
+
+def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(fields)
+    if len(values) < len(fields):
+        names = [name for name, _ in fields]
+        repeated = next(name for name in values if names.count(name) > 1)
+        raise ValueError(f"the field {repeated!r:.40} is there twice")
+    return values
 
 
 def _deeper_than(value: Any, levels: int) -> bool:
@@ -181,6 +199,13 @@ def _check_supported(request: ChatRequest) -> None:
         raise bad_request(f"'n' must be 1, found {request.n}", "n")
     if request.tools:
         raise bad_request("'tools' are not supported by this server", "tools")
+    if request.functions:
+        raise bad_request("'functions' are not supported by this server", "functions")
+    if request.tool_choice not in (None, "none", "auto"):
+        raise bad_request("'tool_choice' may only be 'none' or 'auto': tools are not supported", "tool_choice")
+    reserved = TEMPLATE_NAMES & set(request.chat_template_kwargs or ())
+    if reserved:
+        raise bad_request(f"'chat_template_kwargs' may not set {sorted(reserved)}", "chat_template_kwargs")
     if request.response_format is not None and request.response_format.get("type") != "text":
         raise bad_request("'response_format' may only be {'type': 'text'}", "response_format")
     if request.top_logprobs and not request.logprobs:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from models import KestrelError, LoadedModel, PrefillProgress
+from models import KestrelError, LoadedModel, PrefillProgress, Step
 from serving.errors import ApiError, bad_request
 from serving.job import Failure, Job, Work
 
@@ -122,9 +122,12 @@ class Engine:
             self.state = state
         self._loaded.set()
 
-    def _end(self, job: Job) -> None:
+    def _end(self, job: Job, last: Step | Failure | None) -> None:
+        """Frees the place of a job before its client can know that it has ended."""
         job.running = False
         self._live.discard(job)
+        if last is not None:
+            job.deliver(last)
 
     # On the engine thread
 
@@ -154,26 +157,30 @@ class Engine:
         if job.cancelled or work is None:
             return
         job.running = True
+        last: Step | Failure | None = Failure(ApiError(500, "the engine failed on this request", code="engine_error"))
         try:
-            self._generate(job, work)
+            last = self._generate(job, work)
         except KestrelError as error:
-            self._tell(job.deliver, Failure(bad_request(str(error))))
+            last = Failure(bad_request(str(error)))
         except Exception:
             log.exception("request %s failed", job.id)
-            self._tell(job.deliver, Failure(ApiError(500, "the engine failed on this request", code="engine_error")))
         finally:
-            self._tell(self._end, job)
+            self._tell(self._end, job, last)
 
-    def _generate(self, job: Job, work: Work) -> None:
+    def _generate(self, job: Job, work: Work) -> Step | None:
+        """Delivers all steps but the last, which it returns; None if nobody waits for it."""
         job.timing.started = time.monotonic()
         items = self.model.stream(work.prompt, max_tokens=work.max_tokens, stop=work.stop, sampling=work.sampling)
         for item in items:
             if job.cancelled:
-                return
+                return None
             now = time.monotonic()
             if isinstance(item, PrefillProgress):
                 job.timing.prefilled = now
                 continue
             job.timing.first_token = job.timing.first_token or now
             job.timing.last_token = now
+            if item.finish_reason is not None:
+                return item
             self._tell(job.deliver, item)
+        raise RuntimeError("the model ended an answer without a reason")

@@ -1,9 +1,9 @@
 """The listening socket: accepts connections and runs hypercorn's HTTP code on each of them.
 
 `hypercorn.asyncio.serve` does this too, but two of its habits would hurt here. From Python 3.12 on its shutdown waits
-for every connection without a limit, so that one client that does not read keeps the process alive (hypercorn issues 308
-and 374). And it reads no further while bytes that follow a request are unhandled, so that it does not see such a client
-leave.
+for every connection without a limit, so that one client that does not read keeps the process alive (hypercorn issues
+308 and 374). And it reads no further while bytes that follow a request are unhandled, so that it does not see such a
+client leave.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
 from hypercorn.events import Closed
+from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, Scope
 from hypercorn.utils import wrap_app
 from quart import Quart
 
@@ -51,8 +52,13 @@ class Listener:
         task = asyncio.current_task()
         self._connections[task] = writer
         task.add_done_callback(self._connections.pop)
-        app = wrap_app(self._app, self._config.wsgi_max_body_size, "asgi")
+        app = wrap_app(self._run_app, self._config.wsgi_max_body_size, "asgi")
         await _Connection(app, asyncio.get_running_loop(), self._config, self._context, {}, reader, writer)
+
+    async def _run_app(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        if scope.get("path") == "":  # of "GET ?query", which Quart takes the first letter of
+            scope["path"] = "/"
+        await self._app(scope, receive, send)
 
     async def close(self, patience: float) -> None:
         """Accepts nothing more, closes idle connections, cuts the others off after `patience` seconds."""

@@ -66,7 +66,7 @@ def _token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any
     token = tokenizer.token_bytes(token_id)
     return {
         "token": token.decode("utf-8", errors="replace"),
-        "logprob": max(logprob, LOWEST_LOGPROB),
+        "logprob": logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB,  # also for one that is not a number
         "bytes": list(token),
     }
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
+    "Content-Type": "text/event-stream",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # tells nginx to pass every event on at once
 }

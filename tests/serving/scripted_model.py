@@ -43,14 +43,14 @@ def byte_tokenizer() -> Tokenizer:
         ],
         "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
         "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
-        "model": {"type": "BPE", "vocab": {char: byte for char, byte in BYTE_OF_CHARACTER.items()}, "merges": []},
+        "model": {"type": "BPE", "vocab": BYTE_OF_CHARACTER, "merges": []},
     }
     return Tokenizer(json.dumps(definition), "the byte vocabulary")
 
 
 def say_what_the_user_said(messages: list[dict[str, Any]]) -> str:
     """The text of the last user turn."""
-    content = next(message["content"] for message in reversed(messages) if message["role"] == "user")
+    content = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "nothing")
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
@@ -60,7 +60,7 @@ class ScriptedModel:
 
     `pace` is seconds per token and per prefill chunk, `chunks` the number of those. Nothing moves while `gate` is
     clear. `faults` are raised before the step of that number (0 is the prefill). `steps` counts tokens computed,
-    `decoded` the conversations prepared, `dropped` the generations that were closed before their end.
+    `prefilled` chunks, `prepared` conversations, and `dropped` generations that were closed before their end.
     """
 
     answer: Callable[[list[dict[str, Any]]], str | bytes] = say_what_the_user_said
@@ -71,7 +71,7 @@ class ScriptedModel:
     faults: dict[int, BaseException] = field(default_factory=dict)
     gate: threading.Event = field(default_factory=threading.Event)
     name: str = "scripted"
-    default_sampling: SamplingParams = SamplingParams()
+    default_sampling: SamplingParams = field(default_factory=SamplingParams)
     steps: int = 0
     prefilled: int = 0
     prepared: int = 0

@@ -1,0 +1,94 @@
+"""Real servers on real ports: one around a paced model, in this process, and the command around tiny-vl."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serving.app import create_app
+from serving.engine import Engine
+from serving.listener import Listener
+from serving.settings import Settings
+
+from .paced_model import PacedModel
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Server:
+    """A running server around a paced model."""
+
+    url: str
+    port: int
+    engine: Engine
+    model: PacedModel
+    client: httpx.AsyncClient
+
+    async def until(self, condition: Callable[[], bool], seconds: float = 3.0) -> None:
+        """Waits until something holds; fails if it does not."""
+        async with asyncio.timeout(seconds):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def paced_server(
+    model: PacedModel | None = None, load=None, app_config=None, **settings
+) -> AsyncIterator[Server]:
+    """Serves a paced model, with hypercorn, on a free port."""
+    model = model or PacedModel()
+    chosen = Settings(model_id="paced", **settings)
+    engine = Engine(load or (lambda: model), chosen.max_queued)
+    bound = socket.socket()
+    bound.bind(("127.0.0.1", 0))
+    port = bound.getsockname()[1]
+    app = create_app(engine, chosen)
+    app.config.update(app_config or {})
+    listener = Listener(app, bound, keep_alive=5)
+    await listener.start()
+    url = f"http://127.0.0.1:{port}"
+    async with httpx.AsyncClient(base_url=url, timeout=10) as client:
+        server = Server(url, port, engine, model, client)
+        try:
+            await server.until(lambda: engine.state in ("ok", "error") or load is not None)
+            yield server
+        finally:
+            engine.stop()
+            await listener.close(0.2)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    """A server with the default settings."""
+    async with paced_server() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def tiny_url() -> Iterator[str]:
+    """The address of `python -m serving` with tiny-vl, as users run it."""
+    command = [sys.executable, "-m", "serving", "--model", "tiny-vl", "--port", "0", "--max-context", "512"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        url = re.search(r"http://\S+:\d+", process.stdout.readline())[0]
+        ready = process.stdout.readline()
+        assert "is ready" in ready
+        yield url
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(15) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

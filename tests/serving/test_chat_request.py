@@ -1,0 +1,135 @@
+"""Validation: exact ranges, no coercion, and the field's name in every refusal."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from models import SamplingParams
+from serving.chat_request import parse_chat_request
+from serving.errors import ApiError
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def parse(**fields):
+    return parse_chat_request(json.dumps({"messages": HELLO, **fields}).encode())
+
+
+def refused(**fields) -> ApiError:
+    with pytest.raises(ApiError) as error:
+        parse(**fields)
+    assert error.value.status == 400
+    json.dumps(error.value.body, allow_nan=False)
+    return error.value
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "empty"),
+        (b'{"a":', "not valid JSON"),
+        (b"\xff", "not valid JSON in UTF-8"),
+        (b'"text"', "should be a JSON object, found str"),
+        (b"[" * 100_000, "nested deeper"),
+        (b'{"a":' * 70 + b"1" + b"}" * 70, "nested deeper"),
+        (b'{"messages":[{"role":"user","content":"a"}],"temperature":NaN}', "NaN is not a number"),
+        (b'{"messages":[{"role":"user","content":"a"}],"temperature":Infinity}', "Infinity is not a number"),
+        (b'{"messages":[{"role":"user","content":"a"}],"temperature":1e309}', "temperature"),
+    ],
+)
+def test_bodies_that_are_no_request(body, message):
+    with pytest.raises(ApiError, match=message) as error:
+        parse_chat_request(body)
+    assert error.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        (None, "messages"),
+        ([], "messages"),
+        ({}, "messages"),
+        ("hi", "messages"),
+        ([None], "messages.0"),
+        ([{}], "messages.0.role"),
+        ([{"role": "user"}], "messages.0.content"),
+        ([{"role": "user", "content": None}], "messages.0.content"),
+        ([{"role": "user", "content": []}], "messages.0.content"),
+        ([{"role": "user", "content": 5}], "messages.0.content"),
+        ([{"role": "robot", "content": "a"}], "messages.0.role"),
+        ([{"role": "user", "content": ["a"]}], "messages.0.content.0.type"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0.text"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "messages.0.content.0.image_url"),
+        ([{"role": "user", "content": [{"type": "audio"}]}], "messages.0.content.0.type"),
+    ],
+)
+def test_messages_that_are_refused(messages, param):
+    assert refused(messages=messages).param == param
+
+
+def test_messages_must_be_there():
+    with pytest.raises(ApiError) as error:
+        parse_chat_request(b"{}")
+    assert (error.value.param, error.value.message) == ("messages", "'messages' is required")
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("temperature", [-0.1, 2.1, "0.7", True]),
+        ("top_p", [0, 1.1, True]),
+        ("top_k", [-1, 1.5, True]),
+        ("min_p", [-0.1, 1.1]),
+        ("repetition_penalty", [0, 2.1]),
+        ("presence_penalty", [-2.1, 2.1, "1"]),
+        ("frequency_penalty", [-2.1, 2.1, False]),
+        ("max_tokens", [0, -1, 1.0, True, "5"]),
+        ("max_completion_tokens", [0, -5]),
+        ("seed", [1.5, True, 2**63]),
+        ("n", [0, 2, True]),
+        ("stream", [1, "true"]),
+        ("logprobs", [1]),
+        ("logit_bias", [[1], {"a": 1}, {"-1": 1}, {"1": 101}, {"1": True}]),
+        ("stop", [5, "", ["a", ""], ["a", "b", "c", "d", "e"]]),
+        ("tools", [[{"type": "function"}], "x"]),
+        ("response_format", [{"type": "json_object"}, "json"]),
+        ("stream_options", [5]),
+        ("model", [5]),
+    ],
+)
+def test_values_that_are_refused(field, values):
+    for value in values:
+        assert refused(**{field: value}).param.split(".")[0] == field, value
+
+
+def test_top_logprobs_needs_logprobs():
+    assert refused(top_logprobs=2).param == "top_logprobs"
+    assert refused(logprobs=True, top_logprobs=21).param == "top_logprobs"
+    assert parse(logprobs=True, top_logprobs=20).top_logprobs == 20
+
+
+def test_what_is_accepted():
+    request = parse(
+        temperature=0, top_p=1, max_tokens=None, stop="x", n=1, tools=[], response_format={"type": "text"}, new_field=1
+    )
+    assert (request.temperature, request.stops, request.limit) == (0, ("x",), None)
+    assert parse(messages=[{"role": "user", "content": ""}])
+    assert parse(messages=[{"role": "assistant", "content": None}, *HELLO])
+
+
+def test_the_newer_limit_wins():
+    assert parse(max_tokens=5, max_completion_tokens=7).limit == 7
+
+
+def test_sampling_takes_the_models_defaults_for_what_is_not_said():
+    default = SamplingParams(temperature=0.7, top_k=20)
+    sampling = parse(top_k=5, logit_bias={"3": -100}, seed=-1).sampling(default)
+    assert sampling == SamplingParams(temperature=0.7, top_k=5, logit_bias={3: -100}, seed=-1)
+    assert parse(temperature=0).sampling(default).temperature == 0
+
+
+def test_thinking_settings_reach_the_template():
+    request = parse(enable_thinking=True, chat_template_kwargs={"enable_thinking": False, "x": 1})
+    assert request.template_settings == {"enable_thinking": False, "x": 1}

@@ -1,0 +1,226 @@
+"""Whatever is sent, the answer is an answer: the right status, OpenAI's error shape, and a server that goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from .conftest import Server, paced_server
+from .scripted_model import ScriptedModel
+
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+COMPLETIONS = "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture
+async def server():
+    async with paced_server(ScriptedModel(), max_body_bytes=2**20) as running:
+        yield running
+
+
+def assert_refused(response: httpx.Response, status: int, param: str | None = None) -> dict:
+    """The error object of a reply in OpenAI's shape."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert "Traceback" not in response.text
+    error = json.loads(response.text, parse_constant=pytest.fail)["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    assert error["message"]
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    assert error["param"] == param
+    return error
+
+
+async def raw(server: Server, data: bytes) -> bytes:
+    """What the server says to these bytes, up to its closing the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(data)
+    async with asyncio.timeout(5):
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nowhere", 404),
+        ("POST", "/v1/nowhere", 404),
+        ("GET", "/health/", 404),
+        ("GET", "//health", 404),
+        ("GET", "/v1//models", 404),
+        ("GET", "/v1/models/%2e%2e/%00", 404),
+        ("GET", COMPLETIONS, 405),
+        ("PUT", COMPLETIONS, 405),
+        ("DELETE", "/v1/models", 405),
+        ("POST", "/health", 405),
+    ],
+)
+async def test_paths_and_methods_that_do_not_exist(server, method, path, status):
+    response = await server.client.request(method, path, json={})
+    error = assert_refused(response, status)
+    assert method in error["message"]
+    assert ("Allow" in response.headers) == (status == 405)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b'{"messages":',
+        b"\xff\xfe\x00",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'"text"',
+        b"null",
+        b"[]",
+        b"\x1f\x8b\x08\x00" + bytes(range(256)),
+        b'{"messages":[{"role":"user","content":"a"}],"top_p":NaN}',
+        b'{"messages":[{"role":"user","content":"a"}],"x":-Infinity}',
+        b'{"messages":[{"role":"user","content":"a"}],"seed":' + b"1" * 5000 + b"}",
+        b'\xef\xbb\xbf{"messages":[{"role":"user","content":"a"}]}',
+        b'{"stream":true,"messages":[{"role":"user","content":"a"}],"stream":false}',
+        b'{"messages":[{"role":"user","role":"system","content":"a"}]}',
+        b'{"messages":[{"role":"user","content":"\\ud800"}]}',
+        b'{"messages":[{"role":"user","content":"a"}],"stop":["\\uDFFF"]}',
+        b'{"messages":[{"role":"user","content":"a","\\udabc":1}]}',
+    ],
+)
+async def test_bodies_that_are_no_request(server, body):
+    assert_refused(await server.client.post(COMPLETIONS, content=body, headers=JSON), 400)
+    assert (await server.client.post(COMPLETIONS, json=HELLO)).status_code == 200
+
+
+async def test_a_pair_of_surrogates_is_a_character(server):
+    body = b'{"messages":[{"role":"user","content":"\\ud83d\\ude00 \\\\ud800"}]}'
+    answer = (await server.client.post(COMPLETIONS, content=body, headers=JSON)).json()
+    assert answer["choices"][0]["message"]["content"] == "😀 \\ud800"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Content-Type": "text/plain"},
+        {"Content-Type": "application/x-www-form-urlencoded"},
+        {"Content-Type": "multipart/form-data; boundary=x"},
+        JSON | {"Content-Encoding": "gzip"},
+    ],
+)
+async def test_a_body_must_be_declared_as_plain_json(server, headers):
+    response = await server.client.post(COMPLETIONS, content=json.dumps(HELLO), headers=headers)
+    assert "application/json" in assert_refused(response, 415)["message"]
+
+
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json"])
+async def test_every_spelling_of_json_is_taken(server, kind):
+    response = await server.client.post(COMPLETIONS, content=json.dumps(HELLO), headers={"Content-Type": kind})
+    assert response.status_code == 200
+
+
+async def test_a_body_that_is_too_large_is_refused(server):
+    for content in (b" " * 2**20 + b"{}", _pieces(b" " * 2**16, 17)):
+        error = assert_refused(await server.client.post(COMPLETIONS, content=content, headers=JSON), 413)
+        assert str(2**20) in error["message"]
+
+
+async def _pieces(piece: bytes, count: int):
+    for _ in range(count):
+        yield piece
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 10**400}, "temperature"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"logit_bias": {"９": 1}}, "logit_bias"),
+        ({"functions": [{"name": "now"}]}, "functions"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "now"}}}, "tool_choice"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"added": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tools": [{}]}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"raise_exception": 1, "loop": {}, "range": 5}}, None),
+        ({"messages": [{"role": "system", "content": "be brief"}]}, None),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, None),
+        ({"messages": [{"role": "system", "content": "a"}, {"role": "system", "content": "b"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b", "tool_call_id": "c"}]}, None),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [1, None]}]}, "messages"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": {}, "arguments": []}}]}]},
+            "messages",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_odd_requests_end_in_an_answer_or_a_refusal(fields, param, stream):
+    """The same in both modes, and never a failure of the server."""
+    async with paced_server(ScriptedModel(answer=lambda _: "fine")) as server:
+        response = await server.client.post(COMPLETIONS, json=HELLO | {"stream": stream} | fields)
+        if param:
+            assert_refused(response, 400, param)
+        else:
+            assert response.status_code == 200, response.text
+        assert server.engine.active == server.engine.queued == 0
+
+
+async def test_a_model_that_is_not_served(server):
+    response = await server.client.post(COMPLETIONS, json=HELLO | {"model": "gpt-4"})
+    assert assert_refused(response, 404, "model")["code"] == "model_not_found"
+
+
+async def test_a_prompt_longer_than_the_context():
+    async with paced_server(ScriptedModel(max_context=100)) as server:
+        messages = [{"role": "user", "content": "x" * 200}]
+        response = await server.client.post(COMPLETIONS, json={"messages": messages, "stream": True})
+        error = assert_refused(response, 400, "messages")
+        assert error["code"] == "context_length_exceeded"
+        assert "100" in error["message"]
+        assert "2" in error["message"]
+        assert server.engine.active == server.engine.queued == 0
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"GET ?query HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"404"),
+        (b"GET * HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"404"),
+        (b"GET http://elsewhere/health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"200"),
+        (b"GET /health HTTP/1.0\r\n\r\n", b"200"),
+        (b"HEAD /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"200"),
+        (b"NONSENSE\r\n\r\n", b"400"),
+        (b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: nine\r\n\r\n", b"400"),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 70_000 + b"\r\n\r\n", b"431"),
+    ],
+)
+async def test_requests_as_only_raw_sockets_send_them(server, request_bytes, status):
+    answer = await raw(server, request_bytes)
+    assert answer.split(b" ", 2)[1] == status
+    assert (await server.client.get("/health")).status_code == 200
+
+
+async def test_two_requests_at_once_on_one_connection(server):
+    one = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    answer = await raw(server, one + one.replace(b"x\r\n", b"x\r\nConnection: close\r\n"))
+    assert answer.count(b"HTTP/1.1 200") == 2
+
+
+async def test_an_http_10_client_gets_a_stream_ended_by_the_connection(server):
+    body = json.dumps(HELLO | {"stream": True}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    answer = await raw(server, head.encode() + body)
+    assert answer.endswith(b"data: [DONE]\n\n")
+    assert b"chunked" not in answer
+
+
+async def test_the_preflight_of_another_origin_is_not_allowed(server):
+    headers = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
+    response = await server.client.options(COMPLETIONS, headers=headers)
+    assert not any(name.lower().startswith("access-control") for name in response.headers)
