@@ -16,7 +16,7 @@ from models.positions import rope_positions
 from models.switches import Switches
 from models.vision import patch_layout
 
-TOKENS_PER_BATCH = 2048
+TOKENS_PER_BATCH = 1536
 TEXT_LENGTHS = (32, 64, 96, 160)
 PICTURE_LENGTHS = (64, 96)
 MOST_PATCHES = 100  # of a picture after the small models' own preprocessing
@@ -54,19 +54,22 @@ class Encoder:
         self.processor = processor
 
     def example(self, messages: list[Message]) -> Example:
-        """The loss counts what the assistant says and its end token; long answers weigh with the root of their length."""
+        """The loss counts what the assistant says, long answers with the root of their length. Where an answer is
+        decided, at its first tokens and at its end, a token weighs more."""
         ids: list[int] = []
         weights: list[float] = []
         pictures: list[VisionInput] = []
         for message in messages:
             head = self._encode(f"<|im_start|>{message['role']}\n")
             body = self._body(message, pictures)
-            weight = len(body) ** -0.5 if message["role"] == "assistant" else 0.0
+            said = message["role"] == "assistant"
+            inner = len(body) ** -0.5
             tail = self._encode("\n")
             ids += head + body + tail
-            weights += [0.0] * len(head) + [weight] * len(body) + [0.0] * len(tail)
+            answer = [max(inner, 0.5)] * 3 + [inner] * (len(body) - 4) + [1.0]
+            weights += [0.0] * len(head) + (answer[-len(body) :] if said else [0.0] * len(body)) + [0.0] * len(tail)
         # Position i is trained to predict token i + 1.
-        return Example(np.array(ids[:-1], np.int32), np.array(weights[1:-1] + [0.0], np.float32), tuple(pictures))
+        return Example(np.array(ids[:-1], np.int32), np.array([*weights[1:-1], 0.0], np.float32), tuple(pictures))
 
     def _body(self, message: Message, pictures: list[VisionInput]) -> list[int]:
         content = message["content"]

@@ -38,8 +38,9 @@ DECODER = {
 # How often each task is drawn while training, relative to each other.
 WEIGHTS = {
     "counting": 1.0,
-    "arithmetic": 3.0,
+    "arithmetic": 2.5,
     "lookup": 2.5,
+    "repeating": 1.5,
     "conversation": 2.5,
     "greeting": 0.7,
     "outside": 1.2,
@@ -49,7 +50,6 @@ WEIGHTS = {
     "picture: place": 1.5,
     "picture: yes or no": 1.5,
     "picture: second turn": 1.0,
-    "picture: two pictures": 1.0,
     "picture: missing": 0.2,
 }
 

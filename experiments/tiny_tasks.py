@@ -199,7 +199,7 @@ def lookup(random: Random) -> list[Message]:
         value = random.choice(values)
         sentences.append(fact.format(n=name, v=value))
         questions.append((question.format(n=name), answer.format(n=name, v=value)))
-    if random.random() < 0.35:
+    if random.random() < 0.4:
         code = code_word(random)
         told, asked = (CODE_ZH, ASK_CODE_ZH) if chinese else (CODE_EN, ASK_CODE_EN)
         sentences.insert(random.randrange(len(sentences) + 1), random.choice(told).format(v=code))
@@ -209,6 +209,31 @@ def lookup(random: Random) -> list[Message]:
     question, answer = random.choice(questions)
     paragraph = ("" if chinese else " ").join(sentences)
     return [user(random.choice(FRAMES_ZH if chinese else FRAMES_EN).format(p=paragraph, q=question)), assistant(answer)]
+
+
+# Repeating
+
+REPEAT_EN = (
+    "Repeat: {t}",
+    "Repeat after me: {t}",
+    "Please repeat this: {t}",
+    "Say this again: {t}",
+    "Copy this text: {t}",
+)
+REPEAT_ZH = ("请重复：{t}", "跟我说：{t}", "重复一遍：{t}", "复述：{t}")
+
+
+def repeating(random: Random) -> list[Message]:
+    """Saying a text again: words, names, numbers and code words in any order."""
+    chinese = random.random() < 0.3
+    makers: tuple[Callable[[], str], ...] = (
+        lambda: random.choice(NAMES_ZH + FACTS_ZH["city"][3] + FACTS_ZH["food"][3] if chinese else WORDS),
+        lambda: random.choice(NAMES + CITIES + FOODS),
+        lambda: str(random.randint(0, 999)),
+        lambda: code_word(random),
+    )
+    text = " ".join(random.choices(makers, (4, 1, 1, 2))[0]() for _ in range(random.randint(1, 8)))
+    return [user(random.choice(REPEAT_ZH if chinese else REPEAT_EN).format(t=text)), assistant(text)]
 
 
 # Following a conversation
@@ -649,6 +674,7 @@ def text_tasks(pictures: bool) -> dict[str, Task]:
         "counting": counting,
         "arithmetic": arithmetic,
         "lookup": lookup,
+        "repeating": repeating,
         "conversation": conversation(pictures),
         "greeting": greeting(pictures),
         "outside": outside(pictures),

@@ -46,7 +46,7 @@ from models.weights import random_network
 
 PEAK_RATE = 3e-3
 WARM_UP_STEPS = 60
-DECAY_FROM = 0.4  # share of the time from which on the learning rate falls to zero, linearly
+DECAY_FROM = 0.3  # share of the time from which on the learning rate falls to zero, linearly
 WEIGHT_DECAY = 0.05
 CLIP = 1.0
 BALANCE = 0.01  # weight of the experts' load-balancing loss
@@ -152,7 +152,7 @@ def loss_of(parameters: nnx.State, graph: nnx.GraphDef, batch: Mapping[str, Any]
 
 
 def make_optimiser() -> optax.GradientTransformation:
-    """Muon (Jordan et al. 2024) for the matrices, AdamW for embeddings, norms and biases; both at rate 1, to be scaled.
+    """Muon (Jordan et al. 2024) for most matrices, AdamW for the rest; both at rate 1, to be scaled.
 
     Updates are brought to the size that AdamW's have (Liu et al. 2025), so that one learning rate serves both.
     """
@@ -169,10 +169,10 @@ def make_optimiser() -> optax.GradientTransformation:
 
 
 def _matrix_axes(path: tuple[Any, ...], leaf: Array) -> optax.contrib.MuonDimensionNumbers | None:
-    """A weight is `[out, in]` or `[experts, out, in]`; None leaves the parameter to AdamW."""
-    if leaf.ndim < 2 or "embed" in jax.tree_util.keystr(path):
+    """A weight is `[out, in]`. None leaves it to AdamW: embeddings, and for the cost experts and mergers."""
+    if leaf.ndim != 2 or any(part in jax.tree_util.keystr(path) for part in ("embed", "experts", "merger")):
         return None
-    return optax.contrib.MuonDimensionNumbers(reduction_axis=leaf.ndim - 1, output_axis=leaf.ndim - 2)
+    return optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
 
 
 @dataclass
@@ -260,7 +260,7 @@ def learning_rate(step: int, done: float) -> float:
     return PEAK_RATE * min(1.0, (step + 1) / WARM_UP_STEPS) * min(1.0, max(0.0, (1 - done) / (1 - DECAY_FROM)))
 
 
-def run(trainer: Trainer, minutes: float, seed: int, log: Path, snapshot: Path, evaluate_every: float = 300) -> None:
+def run(trainer: Trainer, minutes: float, seed: int, log: Path, snapshot: Path, evaluate_every: float = 420) -> None:
     """Trains for `minutes` in all, writing a line per 50 steps and per evaluation to `log`."""
     progress = trainer.progress
     batches = batches_from_process(trainer.model, trainer.tokenizer, f"{seed} from step {progress.step}")
@@ -290,6 +290,13 @@ def run(trainer: Trainer, minutes: float, seed: int, log: Path, snapshot: Path, 
     trainer.save(snapshot)
 
 
+def kept_vocabulary(file: Path) -> Tokenizer:
+    """The vocabulary of a run, trained when it begins: a run that goes on must keep its token ids."""
+    if not file.is_file():
+        train_vocabulary().save(str(file))
+    return Tokenizer.from_file(str(file))
+
+
 def main() -> None:
     """Trains, exports and evaluates one model."""
     parser = argparse.ArgumentParser(prog="python -m experiments.train_tiny", description=__doc__.split("\n")[0])
@@ -300,7 +307,7 @@ def main() -> None:
     enable_persistent_cache()
     work = cache_folder() / "training" / options.model
     work.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(TINY_MODELS[options.model], train_vocabulary(), options.seed)
+    trainer = Trainer(TINY_MODELS[options.model], kept_vocabulary(work / "tokenizer.json"), options.seed)
     snapshot = work / "snapshot.pickle"
     if snapshot.is_file():
         trainer.resume(snapshot)
