@@ -6,7 +6,7 @@ for step in model.generate("Count from 1 to 5"):
     print(step.text, step.margin)
 """
 
-from models.errors import CheckpointError, ConfigError, KestrelError, MediaError, PromptError
+from models.errors import CheckpointError, ConfigError, ContextLengthError, KestrelError, MediaError, PromptError
 from models.generation import PrefillProgress, Step
 from models.model import LoadedModel, load
 from models.prompt import Prompt
@@ -16,6 +16,7 @@ from models.switches import Switches
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "ContextLengthError",
     "KestrelError",
     "LoadedModel",
     "MediaError",

@@ -18,4 +18,8 @@ class MediaError(KestrelError):
 
 
 class PromptError(KestrelError):
-    """A conversation that cannot be turned into a prompt, or does not fit the context."""
+    """A conversation that cannot be turned into a prompt."""
+
+
+class ContextLengthError(PromptError):
+    """A prompt that leaves no room for an answer in the context."""

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from models.errors import PromptError
+from models.errors import ContextLengthError, PromptError
 from models.inference import Inference, VisualFeatures, plan_chunks
 from models.positions import Grid, rope_positions
 from models.sampling import Sampled, SamplingParams, start_sampling
@@ -68,11 +68,14 @@ class Request:
 
 
 def check_room(length: int, context: int) -> None:
-    """Raises PromptError unless a prompt of `length` tokens leaves room for an answer in `context` tokens."""
+    """Raises PromptError for an empty prompt, ContextLengthError for one of `length` tokens that leaves no room for an
+    answer in `context` tokens."""
     if length == 0:
         raise PromptError("the prompt is empty; it needs at least one token")
     if length >= context:
-        raise PromptError(f"the prompt has {length} tokens, but the context is limited to {context} with the answer")
+        raise ContextLengthError(
+            f"the prompt has {length} tokens, but the context is limited to {context} with the answer"
+        )
 
 
 def generate(

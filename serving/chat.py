@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from models import KestrelError, Prompt, Step
+from models import ContextLengthError, KestrelError, Prompt, Step
 from serving import replies, sse
 from serving.chat_request import ChatRequest
 from serving.engine import Engine
@@ -63,14 +63,18 @@ async def begin(engine: Engine, request: ChatRequest, model_id: str, job: Job, w
 
 def _prepare(engine: Engine, request: ChatRequest) -> tuple[Prompt, int, Work]:
     model = engine.model
+    sampling = request.sampling(model.default_sampling)
+    try:
+        model.check_sampling(sampling)
+    except KestrelError as error:
+        raise bad_request(str(error), "logit_bias") from None
     try:
         messages = conversation(request)
         prompt = model.prompt(messages, **request.template_settings)
-        sampling = request.sampling(model.default_sampling)
-        model.check_sampling(sampling)
+    except ContextLengthError as error:
+        raise bad_request(str(error), "messages", "context_length_exceeded") from None
     except KestrelError as error:
-        code = "context_length_exceeded" if "context is limited" in str(error) else None
-        raise bad_request(str(error), "messages", code) from None
+        raise bad_request(str(error), "messages") from None
     room = model.max_context - len(prompt.token_ids)
     work = Work(prompt, min(request.limit or room, room), request.stops, sampling)
     return prompt, _last_user_tokens(engine, messages), work
