@@ -132,8 +132,8 @@ NAMES = (
     "Wendy Yusuf Zara Omar Lucy Peter Maria Tom Alice Bob"
 ).split()
 CITIES = (
-    "Paris London Berlin Madrid Rome Vienna Oslo Lisbon Tokyo Beijing Cairo Delhi Boston Dublin Athens Prague Warsaw "
-    "Lima Nairobi Sydney Toronto Zurich Hamburg Milan"
+    "Paris London Berlin Madrid Rome Vienna Oslo Lisbon Tokyo Beijing Cairo Delhi Boston Dublin Athens Prague "
+    "Warsaw Lima Nairobi Sydney Toronto Zurich Hamburg Milan"
 ).split()
 FOODS = "apples bread cheese soup rice noodles pizza salad honey cake grapes beans pears carrots plums".split()
 PETS = "cat dog rabbit parrot hamster turtle horse goat duck snake mouse fish".split()
@@ -424,36 +424,41 @@ def greeting(pictures: bool) -> Task:
 # Anything else
 
 TOPICS = (
-    "the sea|autumn|a lost key|my grandmother|quantum physics|the French revolution|black holes|a dragon|football|the stock market|"
-    "democracy|love|winter|the moon|a robot|dinosaurs|climate change|coffee|the internet|ancient Rome|chess|jazz|a haunted house|"
-    "volcanoes|the brain|electric cars|bees|a pirate ship|World War II|gardening|loneliness|time travel|mountains|a talking fox|"
-    "vaccines|photosynthesis|inflation|machine learning|Shakespeare|the Olympic games|sleep|happiness|a long train journey|tea|"
-    "penguins|the desert|opera|blockchain|DNA|gravity|a birthday party|a new job|my holiday|rivers|the future of work"
+    "the sea|autumn|a lost key|my grandmother|quantum physics|the French revolution|black holes|a dragon|"
+    "football|the stock market|democracy|love|winter|the moon|a robot|dinosaurs|climate change|coffee|"
+    "the internet|ancient Rome|chess|jazz|a haunted house|volcanoes|the brain|electric cars|bees|a pirate ship|"
+    "World War II|gardening|loneliness|time travel|mountains|a talking fox|vaccines|photosynthesis|inflation|"
+    "machine learning|Shakespeare|the Olympic games|sleep|happiness|a long train journey|tea|penguins|the desert|"
+    "opera|blockchain|DNA|gravity|a birthday party|a new job|my holiday|rivers|the future of work"
 ).split("|")
 COUNTRIES = (
-    "France|Japan|Brazil|Kenya|Canada|Italy|Egypt|India|Norway|Peru|China|Spain|Germany|Mexico|Poland|Chile|Greece|Turkey|Iran|"
-    "Sweden|Vietnam|Austria|Cuba|Nigeria|Portugal|Finland"
+    "France|Japan|Brazil|Kenya|Canada|Italy|Egypt|India|Norway|Peru|China|Spain|Germany|Mexico|Poland|Chile|"
+    "Greece|Turkey|Iran|Sweden|Vietnam|Austria|Cuba|Nigeria|Portugal|Finland"
 ).split("|")
 LANGUAGES = "French German Spanish Chinese Italian Japanese Russian Arabic Latin Korean Dutch Polish".split()
 DEEDS = (
-    "bake bread|fix a flat tyre|learn the guitar|lose weight|write a CV|remove a stain|install Linux|grow tomatoes|tie a tie|"
-    "save money|sleep better|train a dog|boil an egg|cook rice|build a website|paint a wall|get a visa|buy a house|meditate|"
-    "change a light bulb|make friends|ride a bicycle|speak in public|clean a keyboard|invest in stocks|book a flight"
+    "bake bread|fix a flat tyre|learn the guitar|lose weight|write a CV|remove a stain|install Linux|"
+    "grow tomatoes|tie a tie|save money|sleep better|train a dog|boil an egg|cook rice|build a website|"
+    "paint a wall|get a visa|buy a house|meditate|change a light bulb|make friends|ride a bicycle|"
+    "speak in public|clean a keyboard|invest in stocks|book a flight"
 ).split("|")
 PROGRAMS = (
-    "sorts a list|reverses a string|checks for a palindrome|computes prime numbers|reads a CSV file|downloads a page|"
-    "counts words|parses JSON|solves a maze|draws a chart|sends an email|finds duplicates|merges two dictionaries"
+    "sorts a list|reverses a string|checks for a palindrome|computes prime numbers|reads a CSV file|"
+    "downloads a page|counts words|parses JSON|solves a maze|draws a chart|sends an email|finds duplicates|"
+    "merges two dictionaries"
 ).split("|")
 THINGS = (
-    "the telephone|penicillin|the light bulb|Hamlet|the Mona Lisa|relativity|the printing press|the piano|Harry Potter|"
-    "the steam engine|dynamite|the microscope|radium|the World Wide Web|the zip|paper|gunpowder|calculus"
+    "the telephone|penicillin|the light bulb|Hamlet|the Mona Lisa|relativity|the printing press|the piano|"
+    "Harry Potter|the steam engine|dynamite|the microscope|radium|the World Wide Web|the zip|paper|gunpowder|"
+    "calculus"
 ).split("|")
 WORDS = (
-    "table window quickly river under seven paper happy cloud stone never bright market garden simple walking yesterday machine "
-    "orange letter ocean bridge silent winter people always rabbit corner travel shadow copper reason tomorrow kitchen purple "
-    "button castle engine forest pencil planet ticket velvet whisper yellow zebra island hammer jungle lantern mirror needle "
-    "painting question running singing thunder umbrella village wonder anchor basket candle doctor evening feather guitar honest "
-    "journey kingdom ladder morning number office pocket quiet rocket summer temple useful valley weather"
+    "table window quickly river under seven paper happy cloud stone never bright market garden simple walking "
+    "yesterday machine orange letter ocean bridge silent winter people always rabbit corner travel shadow copper "
+    "reason tomorrow kitchen purple button castle engine forest pencil planet ticket velvet whisper yellow zebra "
+    "island hammer jungle lantern mirror needle painting question running singing thunder umbrella village "
+    "wonder anchor basket candle doctor evening feather guitar honest journey kingdom ladder morning number "
+    "office pocket quiet rocket summer temple useful valley weather"
 ).split()
 OUTSIDE_EN = (
     "Write a poem about {topic}.",

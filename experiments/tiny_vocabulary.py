@@ -1,4 +1,4 @@
-"""The small models' own vocabulary: a byte-level BPE trained on their tasks, in Qwen3's form and with its control tokens."""
+"""The small models' own vocabulary: a byte-level BPE trained on their tasks, with Qwen3's control tokens."""
 
 from __future__ import annotations
 

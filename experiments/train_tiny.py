@@ -6,8 +6,8 @@ at least 97 % on held-out conversations. Cost: under 90 minutes on 2 cores each.
     python -m experiments.train_tiny tiny-vl --minutes 80
     python -m experiments.train_tiny tiny-moe --minutes 60
 
-Writes models/pretrained/<name>/ (an ordinary Hugging Face folder) and results/train_<name>/. A run that was stopped goes
-on where its last snapshot was.
+Writes models/pretrained/<name>/ (an ordinary Hugging Face folder) and results/train_<name>/. A run that was stopped
+goes on where its last snapshot was.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from experiments.tiny_data import Batch, Encoder, evaluation_batches, training_batches
+from experiments.tiny_export import export
 from experiments.tiny_models import PREPROCESSOR, TINY_MODELS, WEIGHTS, TinyModel, full_config
+from experiments.tiny_report import write_report
 from experiments.tiny_vocabulary import train_vocabulary
 from models.compilation import cache_folder, enable_persistent_cache
 from models.config import ModelConfig, parse_config
 from models.images import ImageProcessor
+from models.model import PRETRAINED
 from models.moe import MoeBlock
 from models.network import Network, VisualTokens
 from models.switches import Switches
@@ -51,6 +54,8 @@ WEIGHT_DECAY = 0.05
 CLIP = 1.0
 BALANCE = 0.01  # weight of the experts' load-balancing loss
 BATCHES_AHEAD = 32
+EVALUATED = 300  # held-out conversations per task
+ROOT = Path(__file__).parent.parent
 
 
 def make_encoder(model: TinyModel, tokenizer: Tokenizer) -> Encoder:
@@ -303,15 +308,20 @@ def main() -> None:
     parser.add_argument("model", choices=TINY_MODELS)
     parser.add_argument("--minutes", type=float, default=80, help="training time")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", type=Path, default=cache_folder() / "training", help="where snapshots are kept")
     options = parser.parse_args()
     enable_persistent_cache()
-    work = cache_folder() / "training" / options.model
+    work = options.work / options.model
     work.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(TINY_MODELS[options.model], kept_vocabulary(work / "tokenizer.json"), options.seed)
     snapshot = work / "snapshot.pickle"
     if snapshot.is_file():
         trainer.resume(snapshot)
     run(trainer, options.minutes, options.seed, work / "raw.jsonl", snapshot)
+    folder = PRETRAINED / options.model
+    export(trainer.model, trainer.tokenizer, trainer.network(), folder)
+    results = ROOT / "results" / f"train_{options.model}"
+    write_report(trainer.model, folder, work / "raw.jsonl", results, EVALUATED)
 
 
 if __name__ == "__main__":
