@@ -6,9 +6,8 @@ import hashlib
 import io
 import json
 import math
-import struct
+import threading
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +16,12 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from models.errors import CheckpointError, MediaError
+from models.errors import CheckpointError, ConfigError, MediaError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_PIXELS = 50_000_000  # of a file, read from its header before anything is decoded
 MAX_ASPECT = 200
+_PILLOW_WARNINGS = threading.Lock()  # catch_warnings changes the state of the whole process
 # The published preprocessor_config.json of Qwen3-VL; sizes are areas in pixels.
 PUBLISHED = {
     "size": {"shortest_edge": 65536, "longest_edge": 16777216},
@@ -31,6 +31,7 @@ PUBLISHED = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
+PUBLISHED_VOLUME = {"shortest_edge": 4096, "longest_edge": 25165824}  # pixels x frames, video_preprocessor_config.json
 
 
 def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -41,38 +42,47 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """
     if not data:
         raise MediaError("the picture is empty: 0 bytes")
+    with _PILLOW_WARNINGS, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow warns of large or odd files; the checks here are stricter
+        image = _header(data, max_pixels)
+        if image.width * image.height > max_pixels:
+            raise MediaError(f"the picture has {image.width} x {image.height} pixels; at most {max_pixels} are allowed")
+        _check_aspect(image.height, image.width)
+        return upright_rgb(image)
+
+
+def _header(data: bytes, max_pixels: int) -> Image.Image:
+    """The file as Pillow opens it: its size is known, nothing is decoded."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow warns of large or odd files; the checks here are stricter
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
-            _check_size(image, max_pixels)
-            image.load()
-            return to_rgb(ImageOps.exif_transpose(image))
+        return Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
         raise MediaError(f"the picture is damaged or in none of the formats {', '.join(FORMATS)}") from None
     except Image.DecompressionBombError:
         raise MediaError(f"the picture is too large: at most {max_pixels} pixels are allowed") from None
-    except MediaError:
-        raise
-    except (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError, struct.error) as error:
+    except Exception as error:  # decoders raise whatever a damaged file leads them to
         raise MediaError(f"the picture is damaged: {error}") from None
 
 
-def _check_size(image: Image.Image, max_pixels: int) -> None:
-    width, height = image.size
-    if width * height > max_pixels:
-        raise MediaError(f"the picture has {width} x {height} pixels; at most {max_pixels} are allowed")
-    if max(width, height) > MAX_ASPECT * min(width, height):
+def _check_aspect(height: int, width: int) -> None:
+    if max(height, width) > MAX_ASPECT * min(height, width):
         raise MediaError(f"the picture is {width} x {height}; its longer side may be {MAX_ASPECT} times the shorter")
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
-    """The picture in RGB with 8 bits; what is transparent becomes white, 16-bit grey is scaled to 8."""
-    if image.mode.startswith("I"):
-        # Pillow's own conversion would cut everything above 255 off.
-        grey = np.asarray(image, np.int64)
-        return Image.fromarray((np.clip(grey, 0, 65535) // 257).astype(np.uint8)).convert("RGB")
-    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+def upright_rgb(image: Image.Image) -> Image.Image:
+    """The picture turned as its EXIF data says, in RGB with 8 bits, what is transparent laid over white.
+
+    Raises:
+        MediaError: its file, which Pillow may read only now, is damaged.
+    """
+    try:
+        image.load()
+        return _to_rgb(ImageOps.exif_transpose(image))
+    except Exception as error:  # decoders raise whatever a damaged file leads them to
+        raise MediaError(f"the picture is damaged: {error}") from None
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
         layer = image.convert("RGBA")
         white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, layer).convert("RGB")
@@ -99,28 +109,32 @@ class VisionInput:
         return frames * height * width // merge**2
 
 
-def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+def smart_resize(
+    height: int, width: int, factor: int, min_pixels: int, max_pixels: int, frames: int = 1, counted: int = 1
+) -> tuple[int, int]:
     """The size whose sides are multiples of `factor`, whose area lies within the limits, and whose shape is closest.
 
-    Sides round half to even, as in transformers' `smart_resize`.
+    Sides round half to even, as in transformers' `smart_resize`. Where that exceeds `max_pixels`, as it does for long
+    narrow pictures and small limits, the limit holds here. The limits are for the area times `counted` frames, the
+    scale to meet them for `frames`: transformers' rule for videos, in which the two may differ.
     """
-    if max(height, width) > MAX_ASPECT * min(height, width):
-        raise MediaError(f"the picture is {width} x {height}; its longer side may be {MAX_ASPECT} times the shorter")
+    _check_aspect(height, width)
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
-    if rows * columns > max_pixels:
-        shrink = math.sqrt(height * width / max_pixels)
-        rows = max(factor, math.floor(height / shrink / factor) * factor)
-        columns = max(factor, math.floor(width / shrink / factor) * factor)
-    elif rows * columns < min_pixels:
-        grow = math.sqrt(min_pixels / (height * width))
+    if counted * rows * columns < min_pixels:
+        grow = math.sqrt(min_pixels / (frames * height * width))
         rows, columns = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
+    if counted * rows * columns > max_pixels:
+        shrink = math.sqrt(frames * height * width / max_pixels)
+        longest = max(factor, max_pixels // (counted * factor**2) * factor)  # beside a shorter side of one factor
+        rows = min(longest, max(factor, math.floor(height / shrink / factor) * factor))
+        columns = min(longest, max(factor, math.floor(width / shrink / factor) * factor))
     return rows, columns
 
 
 @dataclass(frozen=True)
 class ImageProcessor:
     """Resize, scale and cut into patches, by the numbers of `preprocessor_config.json`; `min_pixels` and `max_pixels`
-    are areas of the resized picture."""
+    are areas of the resized picture, `min_volume` and `max_volume` those of all frames of a video together."""
 
     patch_size: int
     temporal_patch_size: int
@@ -129,17 +143,22 @@ class ImageProcessor:
     max_pixels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    min_volume: int = PUBLISHED_VOLUME["shortest_edge"]
+    max_volume: int = PUBLISHED_VOLUME["longest_edge"]
 
     @classmethod
     def from_folder(cls, folder: Path | None, max_image_tokens: int = 1280) -> ImageProcessor:
-        """Reads the folder's file; Qwen3-VL's published numbers where there is none. Pictures are kept within
-        `max_image_tokens`, if the file does not set a lower limit.
+        """Reads the folder's files, and `video_preprocessor_config.json` for the sizes of videos; Qwen3-VL's published
+        numbers where there are none. Pictures are kept within `max_image_tokens`, if the file sets no lower limit.
 
         Raises:
-            CheckpointError: the file cannot be read or lacks a field.
+            CheckpointError: a file cannot be read or holds no usable number.
+            ConfigError: `max_image_tokens` is not positive.
         """
-        file = None if folder is None else folder / "preprocessor_config.json"
-        values = PUBLISHED if file is None or not file.is_file() else _read_settings(file)
+        if max_image_tokens < 1:
+            raise ConfigError(f"max_image_tokens must be at least 1, found {max_image_tokens}")
+        values = _read_settings(folder, "preprocessor_config.json", PUBLISHED)
+        volume = _read_settings(folder, "video_preprocessor_config.json", PUBLISHED | {"size": PUBLISHED_VOLUME})
         block = values["patch_size"] * values["merge_size"]
         max_pixels = min(values["size"]["longest_edge"], max_image_tokens * block**2)
         return cls(
@@ -150,6 +169,8 @@ class ImageProcessor:
             max_pixels=max_pixels,
             mean=tuple(values["image_mean"]),
             std=tuple(values["image_std"]),
+            min_volume=volume["size"]["shortest_edge"],
+            max_volume=volume["size"]["longest_edge"],
         )
 
     @property
@@ -159,17 +180,17 @@ class ImageProcessor:
 
     def __call__(self, image: Image.Image) -> VisionInput:
         """One picture; it fills all frames of its single temporal patch."""
-        rows, columns = smart_resize(
-            image.height, image.width, self.patch_size * self.merge_size, self.min_pixels, self.max_pixels
-        )
-        resized = self.resized(image, rows, columns)
+        upright = upright_rgb(image)
+        factor = self.patch_size * self.merge_size
+        rows, columns = smart_resize(upright.height, upright.width, factor, self.min_pixels, self.max_pixels)
+        resized = self.resized(upright, rows, columns)
         frames = np.broadcast_to(resized, (self.temporal_patch_size, *resized.shape))
         return self.cut(frames, "image")
 
     @staticmethod
     def resized(image: Image.Image, rows: int, columns: int) -> np.ndarray:
-        """The picture in RGB at this size, uint8 `[rows, columns, 3]`."""
-        return np.asarray(to_rgb(image).resize((columns, rows), Image.Resampling.BICUBIC))
+        """The RGB picture at this size, uint8 `[rows, columns, 3]`."""
+        return np.asarray(image.resize((columns, rows), Image.Resampling.BICUBIC))
 
     def cut(self, frames: np.ndarray, kind: Literal["image", "video"]) -> VisionInput:
         """Patches of frames uint8 `[frames, rows, columns, channels]`, whose number divides into temporal patches."""
@@ -190,16 +211,22 @@ class ImageProcessor:
         return (scaled[None] - mean[:, None]) / std[:, None]
 
 
-def _read_settings(file: Path) -> dict[str, Any]:
+def _read_settings(folder: Path | None, name: str, published: dict[str, Any]) -> dict[str, Any]:
+    """The published settings, overwritten by those in the folder's file if there is one."""
+    file = None if folder is None else folder / name
+    if file is None or not file.is_file():
+        return published
     try:
-        values = PUBLISHED | json.loads(file.read_text(encoding="utf-8"))
-        sizes = values["size"]
-        numbers: Sequence[Any] = [values["patch_size"], values["temporal_patch_size"], values["merge_size"]]
-        numbers = [*numbers, sizes["shortest_edge"], sizes["longest_edge"]]
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{file}: cannot be read as a JSON object: {error}") from None
+        read = json.loads(file.read_text(encoding="utf-8"))
+        if "size" not in read and "min_pixels" in read:  # the older spelling
+            read["size"] = {"shortest_edge": read["min_pixels"], "longest_edge": read["max_pixels"]}
+        values = published | read
+        numbers = [values[key] for key in ("patch_size", "temporal_patch_size", "merge_size")]
+        numbers += [values["size"][key] for key in ("shortest_edge", "longest_edge")]
     except KeyError as error:
         raise CheckpointError(f"{file}: 'size' needs shortest_edge and longest_edge; {error} is missing") from None
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{file}: cannot be read as a JSON object: {error}") from None
     if not all(isinstance(number, int) and number > 0 for number in numbers):
         raise CheckpointError(f"{file}: sizes must be positive whole numbers, found {numbers}")
     return values

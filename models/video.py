@@ -9,11 +9,9 @@ import numpy as np
 from PIL import Image
 
 from models.errors import MediaError
-from models.images import MAX_ASPECT, ImageProcessor, VisionInput
+from models.images import ImageProcessor, VisionInput, smart_resize, upright_rgb
 
 MAX_FRAMES = 768  # Qwen3-VL's video_preprocessor_config.json
-MIN_VOLUME = 4096  # pixels x frames
-MAX_VOLUME = 25165824
 
 
 def process_video(
@@ -30,36 +28,34 @@ def process_video(
         raise MediaError(f"a video needs 1 to {MAX_FRAMES} frames, found {len(frames)}")
     if not (math.isfinite(fps) and fps > 0):
         raise MediaError(f"a video's fps must be positive, found {fps}")
-    sizes = {frame.size for frame in frames}
+    pictures = [upright_rgb(frame) for frame in frames]
+    sizes = {picture.size for picture in pictures}
     if len(sizes) > 1:
         listed = ", ".join(f"{width} x {height}" for width, height in sorted(sizes))
         raise MediaError(f"the frames of a video must have one size, found {listed}")
     group = processor.temporal_patch_size
     indices = [*range(len(frames)), *[len(frames) - 1] * (-len(frames) % group)]
-    rows, columns = _frame_size(frames[0], len(indices), processor)
-    resized = np.stack([processor.resized(frame, rows, columns) for frame in frames])[indices]
+    rows, columns = frame_size(len(frames), pictures[0].height, pictures[0].width, processor)
+    resized = np.stack([processor.resized(picture, rows, columns) for picture in pictures])[indices]
     times = [index / fps for index in indices]
     middles = [(times[start] + times[start + group - 1]) / 2 for start in range(0, len(times), group)]
     return processor.cut(resized, "video"), middles
 
 
-def _frame_size(frame: Image.Image, count: int, processor: ImageProcessor) -> tuple[int, int]:
-    """The closest size in multiples of a merged patch whose volume (rows x columns x frames) lies within the limits, as
-    in the Qwen3-VL video processor."""
-    factor = processor.patch_size * processor.merge_size
-    height, width = frame.height, frame.width
-    if min(height, width) < factor:
-        scale = max(factor / height, factor / width)
-        height, width = int(height * scale), int(width * scale)
-    if max(height, width) > MAX_ASPECT * min(height, width):
-        raise MediaError(f"the frames are {frame.width} x {frame.height}; a side may be {MAX_ASPECT} times the other")
-    largest = min(MAX_VOLUME, processor.max_pixels * count)
-    rows, columns = round(height / factor) * factor, round(width / factor) * factor
-    if count * rows * columns > largest:
-        shrink = math.sqrt(count * height * width / largest)
-        rows = max(factor, math.floor(height / shrink / factor) * factor)
-        columns = max(factor, math.floor(width / shrink / factor) * factor)
-    elif count * rows * columns < MIN_VOLUME:
-        grow = math.sqrt(MIN_VOLUME / (count * height * width))
-        rows, columns = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
+def frame_size(count: int, height: int, width: int, processor: ImageProcessor) -> tuple[int, int]:
+    """The size of each of `count` frames, in multiples of a merged patch: the volume (rows x columns x frames) lies
+    within the processor's limits, and the area of one frame within its limit for pictures.
+
+    The volume rule is transformers' `smart_resize` for Qwen3-VL videos, which counts frames once as they are and once
+    rounded to whole groups, half to even; a single frame, which it refuses, counts as the group that it fills.
+    """
+    factor, group = processor.patch_size * processor.merge_size, processor.temporal_patch_size
+    count = max(count, group)
+    scale = max(1, factor / height, factor / width)
+    height, width = int(height * scale), int(width * scale)
+    rows, columns = smart_resize(
+        height, width, factor, processor.min_volume, processor.max_volume, count, round(count / group) * group
+    )
+    if rows * columns > processor.max_pixels:
+        rows, columns = smart_resize(height, width, factor, 0, processor.max_pixels)
     return rows, columns
