@@ -18,7 +18,7 @@ from models.vision import patch_layout
 
 TOKENS_PER_BATCH = 1536
 TEXT_LENGTHS = (32, 64, 96, 160)
-PICTURE_LENGTHS = (64, 96)
+PICTURE_LENGTHS = (64, 96, 160)
 MOST_PATCHES = 100  # of a picture after the small models' own preprocessing
 
 
@@ -153,8 +153,19 @@ def conversations(
     makers, weights = zip(*tasks.values(), strict=True)
     while True:
         messages = with_system(random, random.choices(makers, weights)[0](random))
-        if held_out(messages) == evaluation:
+        if not evaluation:
+            messages = before_held_out(messages)
+        if messages and held_out(messages) == evaluation:
             yield messages
+
+
+def before_held_out(messages: list[Message]) -> list[Message]:
+    """The conversation up to, and without, the first turn that is held out for evaluation."""
+    for end, message in enumerate(messages, 1):
+        if message["role"] == "assistant" and held_out(messages[:end]):
+            answers = [index for index in range(end - 1) if messages[index]["role"] == "assistant"]
+            return messages[: answers[-1] + 1] if answers else []
+    return messages
 
 
 def training_batches(encoder: Encoder, tasks: Mapping[str, tuple[Task, float]], seed: str) -> Iterator[Batch]:

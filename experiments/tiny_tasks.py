@@ -75,7 +75,7 @@ def numbers(first: int, last: int, separator: str) -> str:
 def counting(random: Random) -> list[Message]:
     """Counting between two numbers, up or down, in English or Chinese."""
     low = 1 if random.random() < 0.3 else random.randint(0, LARGEST_COUNT - 2)
-    high = random.randint(low + 1, min(low + LONGEST_SPAN, LARGEST_COUNT))
+    high = random.randint(low + 1, min(low + random.choice((8, 20, LONGEST_SPAN)), LARGEST_COUNT))
     chinese, down = random.random() < 0.5, random.random() < 0.2
     first, last = (high, low) if down else (low, high)
     templates = (COUNT_DOWN_ZH if down else COUNT_ZH) if chinese else (COUNT_DOWN_EN if down else COUNT_EN)
@@ -184,8 +184,8 @@ FRAMES_ZH = ("{p}{q}", "{p}\n{q}", "短文：{p}\n问题：{q}")
 
 
 def code_word(random: Random) -> str:
-    """Five or six capital letters and digits, without those that look alike."""
-    return "".join(random.choice("ABCDEFGHJKLMNPQRSTUVWXYZ23456789") for _ in range(random.choice((4, 5, 6))))
+    """Four to six different capital letters and digits, without those that look alike."""
+    return "".join(random.sample("ABCDEFGHJKLMNPQRSTUVWXYZ23456789", random.choice((4, 5, 6))))
 
 
 def lookup(random: Random) -> list[Message]:

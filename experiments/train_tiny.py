@@ -34,6 +34,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from experiments.tiny_data import Batch, Encoder, evaluation_batches, training_batches
+from experiments.tiny_drills import drills
 from experiments.tiny_export import export
 from experiments.tiny_models import PREPROCESSOR, TINY_MODELS, WEIGHTS, TinyModel, full_config
 from experiments.tiny_report import write_report
@@ -50,6 +51,7 @@ from models.weights import random_network
 PEAK_RATE = 3e-3
 WARM_UP_STEPS = 60
 DECAY_FROM = 0.3  # share of the time from which on the learning rate falls to zero, linearly
+ADAM_SHARE = 0.4  # of the learning rate, for what Muon does not train
 WEIGHT_DECAY = 0.05
 CLIP = 1.0
 BALANCE = 0.01  # weight of the experts' load-balancing loss
@@ -80,7 +82,8 @@ def make_encoder(model: TinyModel, tokenizer: Tokenizer) -> Encoder:
 def _make_batches(name: str, vocabulary: str, seed: str, queue: multiprocessing.Queue) -> None:
     model = TINY_MODELS[name]
     encoder = make_encoder(model, Tokenizer.from_str(vocabulary))
-    tasks = {task: (make, WEIGHTS[task]) for task, make in model.tasks().items()}
+    taught = model.tasks() | drills(model.pictures)
+    tasks = {task: (make, WEIGHTS[task]) for task, make in taught.items()}
     for batch in training_batches(encoder, tasks, seed):
         queue.put(batch)
 
@@ -159,12 +162,13 @@ def loss_of(parameters: nnx.State, graph: nnx.GraphDef, batch: Mapping[str, Any]
 def make_optimiser() -> optax.GradientTransformation:
     """Muon (Jordan et al. 2024) for most matrices, AdamW for the rest; both at rate 1, to be scaled.
 
-    Updates are brought to the size that AdamW's have (Liu et al. 2025), so that one learning rate serves both.
+    Updates are brought to the size that AdamW's have (Liu et al. 2025), so that one learning rate nearly serves both.
     """
     return optax.chain(
         optax.clip_by_global_norm(CLIP),
         optax.contrib.muon(
             1.0,
+            adam_learning_rate=ADAM_SHARE,
             adam_b2=0.98,
             weight_decay=WEIGHT_DECAY,
             consistent_rms=0.2,
@@ -265,7 +269,7 @@ def learning_rate(step: int, done: float) -> float:
     return PEAK_RATE * min(1.0, (step + 1) / WARM_UP_STEPS) * min(1.0, max(0.0, (1 - done) / (1 - DECAY_FROM)))
 
 
-def run(trainer: Trainer, minutes: float, seed: int, log: Path, snapshot: Path, evaluate_every: float = 420) -> None:
+def run(trainer: Trainer, minutes: float, seed: int, log: Path, snapshot: Path, evaluate_every: float = 300) -> None:
     """Trains for `minutes` in all, writing a line per 50 steps and per evaluation to `log`."""
     progress = trainer.progress
     batches = batches_from_process(trainer.model, trainer.tokenizer, f"{seed} from step {progress.step}")
