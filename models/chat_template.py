@@ -1,7 +1,8 @@
 """A conversation as prompt text, through the checkpoint's own Jinja template.
 
-What users write stays ordinary text: control tokens in the result are the template's alone. Texts that spell one are
-marked before rendering with a random string that no text contains, so that they are told apart afterwards.
+What users write stays ordinary text: control tokens in the result are the template's alone. Before rendering, every
+character with which a token could begin is followed by a random string that no text contains. A user's text can thus
+not spell a token, not even in two parts that the template joins, and the random strings are taken out afterwards.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -56,7 +57,10 @@ class ChatTemplate:
         """
         plain = folder / "chat_template.jinja"
         if plain.is_file():
-            return cls(plain.read_text(encoding="utf-8"), str(plain))
+            try:
+                return cls(plain.read_text(encoding="utf-8"), str(plain))
+            except (OSError, UnicodeDecodeError) as error:
+                raise CheckpointError(f"{plain}: cannot be read: {error}") from None
         for file in (folder / "chat_template.json", folder / "tokenizer_config.json"):
             source = _template_in(file)
             if source is not None:
@@ -68,7 +72,8 @@ class ChatTemplate:
     def render(
         self,
         messages: list[dict[str, Any]],
-        added: Iterable[AddedToken],
+        added: Sequence[AddedToken],
+        /,
         *,
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -76,29 +81,23 @@ class ChatTemplate:
     ) -> list[Segment]:
         """The conversation in segments; `added` are the vocabulary's tokens, `settings` go to the template.
 
-        The assistant's earlier turns may hold `<think>` and `<tool_call>` marks, which templates look for; control
-        tokens stay text there too.
+        What the assistant wrote earlier may hold `<think>` and `<tool_call>`, which templates look for; control tokens
+        stay text there too.
 
         Raises:
             PromptError: the template refuses the conversation; the message is the template's.
         """
-        added = list(added)
-        mark = f"\ue000{secrets.token_hex(8)}\ue001"
-        every = _pattern(token.text for token in added)
-        control = _pattern(token.text for token in added if token.control)
-        messages = [
-            _marked(message, mark, control if message.get("role") == "assistant" else every) for message in messages
-        ]
+        marker = _Marker(added)
         try:
             text = self._template.render(
-                messages=messages,
-                tools=_marked(tools, mark, every),
+                messages=[marker.message(message) for message in messages],
+                tools=marker.value(tools),
                 add_generation_prompt=add_generation_prompt,
-                **settings,
+                **marker.value(settings),
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        except Exception as error:  # a template is a program: what it does with a strange conversation is open
             raise PromptError(f"the chat template cannot render this conversation: {error}") from None
-        return _segments(text, mark, every)
+        return _segments(text, marker.mark, _any_of(token.text for token in added))
 
 
 def default_chat_template() -> ChatTemplate:
@@ -106,8 +105,15 @@ def default_chat_template() -> ChatTemplate:
     return ChatTemplate(DEFAULT_TEMPLATE.read_text(encoding="utf-8"), str(DEFAULT_TEMPLATE))
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The `tojson` of chat templates, with the arguments that transformers gives it."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> None:
@@ -128,25 +134,42 @@ def _template_in(file: Path) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _pattern(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Matches any of the tokens, the longest first; nothing if there are none."""
-    return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or "(?!)")
+def _any_of(texts: Iterable[str]) -> str:
+    """A regular expression for any of the texts, the longest first; it matches nothing if there are none."""
+    return "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or "(?!)"
 
 
-def _marked(value: Any, mark: str, pattern: re.Pattern[str]) -> Any:
-    """The value with every text that spells a token broken by the mark, at any depth."""
-    if isinstance(value, str):
-        return pattern.sub(lambda match: match[0][0] + mark + match[0][1:], value)
-    if isinstance(value, Mapping):
-        return {_marked(key, mark, pattern): _marked(entry, mark, pattern) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_marked(entry, mark, pattern) for entry in value]
-    return value
+class _Marker:
+    """Breaks what could be read as a token in other people's texts, with a random `mark`."""
+
+    def __init__(self, added: Sequence[AddedToken]) -> None:
+        self.mark = f"{secrets.randbits(96):030d}"  # digits, which JSON, trimming and upper case leave as they are
+        self._start = re.compile(_any_of({token.text[0] for token in added}))
+        spoken = _any_of(token.text for token in added if not token.control)
+        self._start_of_control = re.compile(f"(?!{spoken})(?:{self._start.pattern})")
+
+    def value(self, value: Any, start: re.Pattern[str] | None = None) -> Any:
+        """The value with its texts marked where a token may start, at any depth, keys included."""
+        start = start or self._start
+        if isinstance(value, str):
+            return start.sub(lambda match: match[0] + self.mark, value)
+        if isinstance(value, Mapping):
+            return {self.value(key, start): self.value(entry, start) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.value(entry, start) for entry in value]
+        return value
+
+    def message(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message, marked; what the assistant said keeps the tokens that are no control tokens."""
+        said = ("content", "reasoning_content") if message.get("role") == "assistant" else ()
+        return {
+            key: self.value(value, self._start_of_control if key in said else None) for key, value in message.items()
+        }
 
 
-def _segments(text: str, mark: str, pattern: re.Pattern[str]) -> list[Segment]:
+def _segments(text: str, mark: str, tokens: str) -> list[Segment]:
     segments, end = [], 0
-    for match in pattern.finditer(text):
+    for match in re.finditer(tokens, text):
         segments += [Segment(text[end : match.start()], False), Segment(match[0], True)]
         end = match.end()
     segments.append(Segment(text[end:], False))

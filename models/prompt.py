@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from models.chat_template import ChatTemplate, Segment
 from models.config import ModelConfig
@@ -46,7 +48,7 @@ class PromptBuilder:
         self.processor = processor
         self.config = config
 
-    def build(self, messages: list[dict[str, Any]], **settings: Any) -> Prompt:
+    def build(self, messages: list[dict[str, Any]], /, **settings: Any) -> Prompt:
         """`messages` are dicts of "role" and "content": a text, or parts {"type": "text", "text"}, {"type": "image",
         "image": PIL image}, {"type": "video", "frames": PIL images, "fps"}. `settings` go to the chat template.
 
@@ -59,7 +61,7 @@ class PromptBuilder:
         media = _Media()
         plain = [self._without_media(message, media) for message in messages]
         segments = self.template.render(plain, self.tokenizer.added, **settings)
-        ids = [token for segment in self._expanded(segments, media) for token in self._encode(segment)]
+        ids = [token for segment in _joined(self._expanded(segments, media)) for token in self._encode(segment)]
         return Prompt(np.array(ids, np.int32), tuple(media.visuals))
 
     def _without_media(self, message: Any, media: _Media) -> dict[str, Any]:
@@ -87,34 +89,45 @@ class PromptBuilder:
             raise PromptError(f"a content part must be of type text, image or video, found {kind!r}")
         if self.processor is None:
             raise PromptError("this model takes text only, but the conversation has a picture")
-        if kind == "image":
-            media.visuals.append(self.processor(part["image"]))
-            media.times.append([])
-        else:
-            visual, times = process_video(part["frames"], part["fps"], self.processor)
-            media.visuals.append(visual)
-            media.times.append(times)
+        visual, times = self._image(part) if kind == "image" else self._video(part)
+        media.visuals.append(visual)
+        media.times.append(times)
         return {"type": kind}
+
+    def _image(self, part: dict[str, Any]) -> tuple[VisionInput, list[float]]:
+        image = part.get("image")
+        if not isinstance(image, Image.Image):
+            raise PromptError(f"an image part needs 'image', a PIL image, found {type(image).__name__}")
+        return self.processor(image), []
+
+    def _video(self, part: dict[str, Any]) -> tuple[VisionInput, list[float]]:
+        frames, fps = part.get("frames"), part.get("fps")
+        if not isinstance(frames, list | tuple) or not all(isinstance(frame, Image.Image) for frame in frames):
+            raise PromptError("a video part needs 'frames', a list of PIL images")
+        if isinstance(fps, bool) or not isinstance(fps, int | float):
+            raise PromptError(f"a video part needs 'fps', a number, found {type(fps).__name__}")
+        return process_video(frames, fps, self.processor)
 
     def _expanded(self, segments: list[Segment], media: _Media) -> Iterator[Segment]:
         """The segments with each placeholder repeated per visual token, and each video spread over its frame groups:
         `<0.2 seconds>`, start, pads, end, in the place of the template's start, pad, end."""
         waiting = iter(zip(media.visuals, media.times, strict=True))
-        skip = False
+        tokens = [segment.text if segment.is_token else None for segment in segments]
         for index, segment in enumerate(segments):
-            following = segments[index + 1].text if index + 1 < len(segments) else ""
-            if skip:
-                skip = False
-            elif segment.is_token and segment.text == VISION_START and following == VIDEO_PAD:
+            before = tokens[index - 1] if index else None
+            after = tokens[index + 1] if index + 1 < len(tokens) else None
+            if (tokens[index], after) == (VISION_START, VIDEO_PAD) or (before, tokens[index]) == (
+                VIDEO_PAD,
+                VISION_END,
+            ):
                 continue  # every frame group brings its own
-            elif segment.is_token and segment.text in (IMAGE_PAD, VIDEO_PAD):
-                visual, times = next(waiting, (None, None))
-                if visual is None or (visual.kind == "video") != (segment.text == VIDEO_PAD):
-                    raise PromptError("the chat template does not place every picture where the conversation has it")
-                skip = visual.kind == "video"
-                yield from self._placeholders(segment, visual, times)
-            else:
+            if tokens[index] not in (IMAGE_PAD, VIDEO_PAD):
                 yield segment
+                continue
+            visual, times = next(waiting, (None, None))
+            if visual is None or (visual.kind == "video") != (tokens[index] == VIDEO_PAD):
+                raise PromptError("the chat template does not place every picture where the conversation has it")
+            yield from self._placeholders(segment, visual, times)
         if next(waiting, None) is not None:
             raise PromptError("the chat template leaves out a picture; put pictures into user messages")
 
@@ -132,3 +145,12 @@ class PromptBuilder:
         if segment.is_token:
             return [self.tokenizer.id_of(segment.text)]
         return self.tokenizer.encode_text(segment.text)
+
+
+def _joined(segments: Iterable[Segment]) -> Iterator[Segment]:
+    """The segments with neighbouring texts made one, because byte-pair encoding depends on what stands beside."""
+    for is_token, group in groupby(segments, key=lambda segment: segment.is_token):
+        if is_token:
+            yield from group
+        else:
+            yield Segment("".join(segment.text for segment in group), False)
