@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +11,10 @@ import numpy as np
 from PIL import Image
 
 from models.chat_template import ChatTemplate, default_chat_template
-from models.checkpoint import Checkpoint
+from models.checkpoint import Checkpoint, read_json_object
 from models.compilation import enable_persistent_cache
 from models.config import ModelConfig, parse_config
-from models.errors import CheckpointError, ConfigError, PromptError
+from models.errors import ConfigError, PromptError
 from models.generation import PrefillProgress, Request, Step, check_room, generate
 from models.images import ImageProcessor
 from models.inference import Inference, VisualFeatures, plan_chunks
@@ -99,14 +98,7 @@ def find_folder(path_or_preset: str | Path) -> Path | None:
 
 def read_config(folder: Path) -> ModelConfig:
     """The configuration in the folder's `config.json`."""
-    return parse_config(_read_json(folder / "config.json"), str(folder / "config.json"))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
+    return parse_config(read_json_object(folder / "config.json"), str(folder / "config.json"))
 
 
 def _context(config: ModelConfig, max_context: int | None) -> int:
@@ -120,7 +112,7 @@ def _context(config: ModelConfig, max_context: int | None) -> int:
 def _default_sampling(folder: Path | None) -> SamplingParams:
     """How `generation_config.json` says the model is best sampled; greedy where it does not ask for sampling."""
     file = None if folder is None else folder / "generation_config.json"
-    values = _read_json(file) if file is not None and file.is_file() else {}
+    values = read_json_object(file) if file is not None and file.is_file() else {}
     if not values.get("do_sample"):
         return SamplingParams()
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -135,7 +127,7 @@ def _end_tokens(folder: Path | None) -> frozenset[int]:
     if folder is None:
         return frozenset(EOS_TOKENS)
     for path in (folder / "generation_config.json", folder / "config.json"):
-        tokens = _read_json(path).get("eos_token_id") if path.is_file() else None
+        tokens = read_json_object(path).get("eos_token_id") if path.is_file() else None
         if tokens is not None:
             return frozenset([tokens] if isinstance(tokens, int) else tokens)
     return frozenset()
