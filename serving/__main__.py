@@ -43,6 +43,7 @@ def listening_socket(settings: Settings) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((settings.host, settings.port))
+    listener.listen()  # from here on clients wait instead of being refused
     return listener
 
 

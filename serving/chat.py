@@ -38,6 +38,15 @@ class Exchange:
         self.steps.append(step)
         self.unreported.append(step)
 
+    def asks(self, option: str) -> bool:
+        """Whether the client has set this stream option."""
+        return bool(getattr(self.request.stream_options, option, None))
+
+    def chunk(self, delta: dict[str, Any], **choice: Any) -> dict[str, Any]:
+        """A stream object. Where usage is asked for, every one has the field, null in all but the last."""
+        usage = {"usage": None} if self.asks("include_usage") else {}
+        return replies.chunk(self.job, self.model_id, delta, **choice) | usage
+
     def logprobs(self) -> dict[str, Any] | None:
         """The log-probabilities of the tokens not yet reported, if the client wants them; each is told once."""
         steps, self.unreported = self.unreported, []
@@ -91,37 +100,38 @@ async def stream(exchange: Exchange, events: bool, ping_seconds: float | None) -
     """The answer as server-sent events: the role at once, a frame per piece of text, the finish, then what was asked
     for, then `[DONE]`. A failure is told in a frame, because the status has been sent. `events` adds the original's
     frames whatever the request says; `ping_seconds` of silence bring a comment."""
-    job, model = exchange.job, exchange.model_id
-    yield sse.event(replies.chunk(job, model, {"role": "assistant", "content": ""}))
+    yield sse.event(exchange.chunk({"role": "assistant", "content": ""}))
     try:
-        async for step in job.events(ping_seconds):
+        async for step in exchange.job.events(ping_seconds):
             if step is None:
                 yield sse.PING
                 continue
             exchange.take(step)
             if step.text:
-                yield sse.event(replies.chunk(job, model, {"content": step.text}, logprobs=exchange.logprobs()))
+                yield sse.event(exchange.chunk({"content": step.text}, logprobs=exchange.logprobs()))
             # A queue that is never empty would never let the event loop see that the client has left.
             await asyncio.sleep(0)
         for frame in _closing_frames(exchange, events):
             yield sse.event(frame)
     except ApiError as error:
         yield sse.event(error.body)
+    except Exception:
+        log.exception("the stream of request %s failed", exchange.job.id)
+        yield sse.event(ApiError(500, "the server failed on this request", code="internal_error").body)
     yield sse.DONE
 
 
 def _closing_frames(exchange: Exchange, events: bool) -> list[dict[str, Any]]:
     """The finish; the original's metrics and tokens; usage last, as clients keep what the last chunk says of it."""
-    job, model = exchange.job, exchange.model_id
-    options = exchange.request.stream_options
     held = exchange.logprobs() if any(step.text == "" for step in exchange.unreported) else None
-    frames = [replies.chunk(job, model, {}, finish_reason=exchange.steps[-1].finish_reason, logprobs=held)]
-    if events or (options and options.include_metrics):
+    frames = [exchange.chunk({}, finish_reason=exchange.steps[-1].finish_reason, logprobs=held)]
+    if events or exchange.asks("include_metrics"):
         frames.append(replies.metrics_frame(exchange.metrics()))
-    if events or (options and options.include_tokens):
-        frames.append(replies.tokens_frame(exchange.prompt, exchange.steps))
-    if options and options.include_usage:
-        frames.append(replies.usage_chunk(job, model, replies.usage(exchange.prompt, exchange.steps)))
+    if events or exchange.asks("include_tokens"):
+        frames.append(replies.tokens_frame(replies.history(exchange.prompt, exchange.steps)))
+    if exchange.asks("include_usage"):
+        usage = replies.usage(exchange.prompt, exchange.steps)
+        frames.append(replies.usage_chunk(exchange.job, exchange.model_id, usage))
     return frames
 
 
@@ -141,7 +151,8 @@ async def whole(exchange: Exchange, events: bool) -> dict[str, Any]:
         exchange.logprobs(),
         replies.usage(exchange.prompt, exchange.steps),
     )
-    options = exchange.request.stream_options
-    if events or (options and options.include_metrics):
+    if events or exchange.asks("include_metrics"):
         answer["metrics"] = exchange.metrics()
+    if events or exchange.asks("include_tokens"):
+        answer["history_tokens"] = replies.history(exchange.prompt, exchange.steps)
     return answer

@@ -96,9 +96,11 @@ def metrics_frame(numbers: dict[str, Any]) -> dict[str, Any]:
     return {"object": "chat.completion.metrics", "metrics": numbers}
 
 
-def tokens_frame(prompt: Prompt, steps: Sequence[Step]) -> dict[str, Any]:
-    """The original's stream object with every id of the conversation. Not part of OpenAI's API."""
-    return {
-        "object": "chat.completion.tokens",
-        "tokens": [*prompt.token_ids.tolist(), *(step.token_id for step in steps)],
-    }
+def history(prompt: Prompt, steps: Sequence[Step]) -> list[int]:
+    """Every token id of the conversation, the answer's included."""
+    return [*prompt.token_ids.tolist(), *(step.token_id for step in steps)]
+
+
+def tokens_frame(tokens: list[int]) -> dict[str, Any]:
+    """The original's stream object with the conversation's ids. Not part of OpenAI's API."""
+    return {"object": "chat.completion.tokens", "tokens": tokens}

@@ -46,9 +46,9 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
     parser.add_argument("--max-context", type=int, help="tokens of prompt and answer together")
     parser.add_argument("--max-image-tokens", type=int, default=default.max_image_tokens, help="tokens of one picture")
     parser.add_argument("--max-body-bytes", type=_count, default=default.max_body_bytes, help="size of a request")
-    parser.add_argument("--drain-timeout", type=float, default=default.drain_timeout, help="seconds at shutdown")
+    parser.add_argument("--drain-timeout", type=_seconds, default=default.drain_timeout, help="seconds at shutdown")
     parser.add_argument(
-        "--ping-seconds", type=float, default=default.ping_seconds, help="silence before a comment; 0: none"
+        "--ping-seconds", type=_seconds, default=default.ping_seconds, help="silence before a comment; 0: none"
     )
     parser.add_argument("--kestrel-events", action="store_true", help="send metrics and tokens frames in every stream")
     values = vars(parser.parse_args(arguments))
@@ -60,4 +60,11 @@ def _count(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"must not be negative, found {value}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds from 0 on, found {value}")
     return value

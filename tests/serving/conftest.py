@@ -1,4 +1,4 @@
-"""Real servers on real ports: one around a paced model, in this process, and the command around tiny-vl."""
+"""Real servers on real ports: one around a scripted model, in this process, and the command around tiny-vl."""
 
 from __future__ import annotations
 
@@ -18,38 +18,49 @@ import pytest
 
 from serving.app import create_app
 from serving.engine import Engine
+from serving.job import Job
 from serving.listener import Listener
 from serving.settings import Settings
 
-from .paced_model import PacedModel
+from .scripted_model import ScriptedModel
 
 ROOT = Path(__file__).parents[2]
 
 
 @dataclass
 class Server:
-    """A running server around a paced model."""
+    """A running server around a scripted model."""
 
     url: str
     port: int
     engine: Engine
-    model: PacedModel
+    model: ScriptedModel
     client: httpx.AsyncClient
 
-    async def until(self, condition: Callable[[], bool], seconds: float = 3.0) -> None:
+    async def until(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
         """Waits until something holds; fails if it does not."""
         async with asyncio.timeout(seconds):
             while not condition():
                 await asyncio.sleep(0.005)
 
+    async def held(self) -> Job:
+        """The running job, once the model has come to the unit of work at which it holds."""
+        await self.until(lambda: self.model.begun == self.model.hold_at)
+        [job] = [job for job in self.engine._live if job.running]
+        return job
+
+    async def idle(self) -> None:
+        """Waits until no request is left."""
+        await self.until(lambda: self.engine.active == self.engine.queued == 0)
+
 
 @asynccontextmanager
-async def paced_server(
-    model: PacedModel | None = None, load=None, app_config=None, **settings
+async def scripted_server(
+    model: ScriptedModel | None = None, load=None, app_config=None, **settings
 ) -> AsyncIterator[Server]:
-    """Serves a paced model, with hypercorn, on a free port."""
-    model = model or PacedModel()
-    chosen = Settings(model_id="paced", **settings)
+    """Serves a scripted model on a free port."""
+    model = model or ScriptedModel()
+    chosen = Settings(model_id="scripted", **settings)
     engine = Engine(load or (lambda: model), chosen.max_queued)
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))
@@ -59,20 +70,21 @@ async def paced_server(
     listener = Listener(app, bound, keep_alive=5)
     await listener.start()
     url = f"http://127.0.0.1:{port}"
-    async with httpx.AsyncClient(base_url=url, timeout=10) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
         server = Server(url, port, engine, model, client)
         try:
             await server.until(lambda: engine.state in ("ok", "error") or load is not None)
             yield server
         finally:
+            model.gate.set()
             engine.stop()
             await listener.close(0.2)
 
 
 @pytest.fixture
 async def server() -> AsyncIterator[Server]:
-    """A server with the default settings."""
-    async with paced_server() as running:
+    """A server with the default settings, whose model is as fast as it can be."""
+    async with scripted_server() as running:
         yield running
 
 

@@ -58,9 +58,10 @@ def say_what_the_user_said(messages: list[dict[str, Any]]) -> str:
 class ScriptedModel:
     """Answers with `answer(messages)`, one byte per step.
 
-    `pace` is seconds per token and per prefill chunk, `chunks` the number of those. Nothing moves while `gate` is
-    clear. `faults` are raised before the step of that number (0 is the prefill). `steps` counts tokens computed,
-    `prefilled` chunks, `prepared` conversations, and `dropped` generations that were closed before their end.
+    A unit of work is a prefill chunk or a token; each takes `pace` seconds, and `chunks` come before the first token.
+    Nothing moves while `gate` is clear; the unit of number `hold_at`, counted over all requests, clears it. `faults`
+    are raised in the step of that number (0 is the prefill). `begun` counts units, `steps` tokens that were finished,
+    `prepared` conversations, and `dropped` generations that were closed before their end.
     """
 
     answer: Callable[[list[dict[str, Any]]], str | bytes] = say_what_the_user_said
@@ -70,10 +71,11 @@ class ScriptedModel:
     top: tuple[tuple[int, float], ...] = ((65, -0.5), (66, float("-inf")))
     faults: dict[int, BaseException] = field(default_factory=dict)
     gate: threading.Event = field(default_factory=threading.Event)
+    hold_at: int | None = None
     name: str = "scripted"
     default_sampling: SamplingParams = field(default_factory=SamplingParams)
+    begun: int = 0
     steps: int = 0
-    prefilled: int = 0
     prepared: int = 0
     dropped: int = 0
     sampling: list[SamplingParams] = field(default_factory=list)
@@ -110,7 +112,6 @@ class ScriptedModel:
         try:
             for chunk in range(self.chunks):
                 self._work(0)
-                self.prefilled += 1
                 yield PrefillProgress(chunk + 1, self.chunks)
             for number, token in enumerate([*self._answers.pop(id(prompt)), END], start=1):
                 self._work(number)
@@ -124,6 +125,9 @@ class ScriptedModel:
             self.dropped += not ended
 
     def _work(self, number: int) -> None:
+        self.begun += 1
+        if self.begun == self.hold_at:
+            self.gate.clear()
         self.gate.wait()
         if self.pace:
             time.sleep(self.pace)

@@ -8,7 +8,7 @@ import json
 import httpx
 import pytest
 
-from .conftest import Server, paced_server
+from .conftest import Server, scripted_server
 from .scripted_model import ScriptedModel
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -18,7 +18,7 @@ JSON = {"Content-Type": "application/json"}
 
 @pytest.fixture
 async def server():
-    async with paced_server(ScriptedModel(), max_body_bytes=2**20) as running:
+    async with scripted_server(ScriptedModel(), max_body_bytes=2**20) as running:
         yield running
 
 
@@ -162,7 +162,7 @@ async def _pieces(piece: bytes, count: int):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_odd_requests_end_in_an_answer_or_a_refusal(fields, param, stream):
     """The same in both modes, and never a failure of the server."""
-    async with paced_server(ScriptedModel(answer=lambda _: "fine")) as server:
+    async with scripted_server(ScriptedModel(answer=lambda _: "fine")) as server:
         response = await server.client.post(COMPLETIONS, json=HELLO | {"stream": stream} | fields)
         if param:
             assert_refused(response, 400, param)
@@ -177,7 +177,7 @@ async def test_a_model_that_is_not_served(server):
 
 
 async def test_a_prompt_longer_than_the_context():
-    async with paced_server(ScriptedModel(max_context=100)) as server:
+    async with scripted_server(ScriptedModel(max_context=100)) as server:
         messages = [{"role": "user", "content": "x" * 200}]
         response = await server.client.post(COMPLETIONS, json={"messages": messages, "stream": True})
         error = assert_refused(response, 400, "messages")

@@ -1,0 +1,177 @@
+"""Admission, the queue, one engine thread, its faults, loading and draining."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from .chat_client import COMPLETIONS, ask, body, frames, text_of
+from .conftest import Server, scripted_server
+from .scripted_model import ScriptedModel
+
+
+class Crash(BaseException):
+    """Something that ends a thread."""
+
+
+async def start(server: Server, text: str) -> asyncio.Task[str]:
+    """A question that the engine has taken up, and holds at its first unit of work."""
+    server.model.hold_at = 1
+    task = asyncio.create_task(ask(server, text))
+    await server.held()
+    return task
+
+
+async def test_a_full_queue_refuses_at_once_and_does_no_work_for_it():
+    async with scripted_server(max_queued=1) as server:
+        running = [await start(server, "one"), asyncio.create_task(ask(server, "two"))]
+        await server.until(lambda: server.engine.queued == 1 and server.model.prepared == 2)
+        health = (await server.client.get("/health")).json()
+        assert (health["busy"], health["active"], health["queued"], health["max_queued"]) == (True, 1, 1, 1)
+        prepared = server.model.prepared
+        for refused in await asyncio.gather(
+            *(server.client.post(COMPLETIONS, json=body("more", stream=n % 2 == 0)) for n in range(20))
+        ):
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "1"
+            assert refused.json()["error"]["code"] == "queue_full"
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert server.model.prepared == prepared
+        server.model.gate.set()
+        assert await asyncio.gather(*running) == ["one", "two"]
+        await server.idle()
+        assert await ask(server, "next") == "next"
+
+
+async def test_requests_run_one_after_the_other_on_one_thread_and_do_not_mix(server):
+    server.model.pace = 0.001
+    words = [f"code word {number}" * 3 for number in range(8)]
+    assert await asyncio.gather(*(ask(server, word) for word in words)) == words
+    assert len(server.model.threads) == 1
+    assert threading.get_ident() not in server.model.threads
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+async def test_a_fault_ends_its_own_request_only(server, caplog, step):
+    running = await start(server, "first")
+    server.model.faults = {step: RuntimeError("the scripted fault")}
+    waiting = asyncio.create_task(ask(server, "second"))
+    await server.until(lambda: server.engine.queued == 1)
+    server.model.gate.set()
+    assert await running == "first"[: max(step - 1, 0)] + "[the engine failed on this request]"
+    assert await waiting == "second"
+    assert "the scripted fault" in caplog.text
+    await server.idle()
+
+
+async def test_a_fault_in_a_whole_answer_is_a_status(server):
+    server.model.faults = {2: RuntimeError("the scripted fault")}
+    response = await server.client.post(COMPLETIONS, json=body("hello"))
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "engine_error"
+    assert "scripted" not in response.text
+
+
+async def test_an_engine_thread_that_dies_fails_everyone_at_once(server):
+    running = await start(server, "first")
+    waiting = [asyncio.create_task(ask(server, "second")) for _ in range(3)]
+    whole = asyncio.create_task(server.client.post(COMPLETIONS, json=body("third")))
+    await server.until(lambda: server.engine.queued == 4)
+    server.model.faults = {2: Crash("the disk is gone")}
+    server.model.gate.set()
+    async with asyncio.timeout(10):
+        assert (await running).startswith("f[the engine failed")
+        assert set(await asyncio.gather(*waiting)) == {"[the engine has failed: Crash: the disk is gone]"}
+        assert (await whole).status_code == 503
+    health = await server.client.get("/health")
+    assert (health.status_code, health.json()["status"], health.json()["active"]) == (503, "error", 0)
+    refused = await server.client.post(COMPLETIONS, json=body("more"))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "error")
+    assert "the disk is gone" in refused.json()["error"]["message"]
+
+
+async def test_while_loading_health_answers_and_requests_are_refused():
+    go, model = threading.Event(), ScriptedModel()
+
+    def load() -> ScriptedModel:
+        go.wait(5)
+        return model
+
+    async with scripted_server(model, load=load) as server:
+        health = await server.client.get("/health")
+        assert (health.status_code, health.json()["status"], health.json()["max_seq"]) == (503, "loading", 0)
+        refused = await server.client.post(COMPLETIONS, json=body("hi"))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
+        assert refused.headers["retry-after"] == "5"
+        go.set()
+        await server.until(lambda: server.engine.state == "ok")
+        assert await ask(server, "hi") == "hi"
+        assert (await server.client.get("/health")).json()["max_seq"] == model.max_context
+
+
+async def test_draining_finishes_what_runs_and_waits_and_refuses_the_rest(server):
+    running = await start(server, "first")
+    waiting = asyncio.create_task(ask(server, "second"))
+    await server.until(lambda: server.engine.queued == 1)
+    draining = asyncio.create_task(server.engine.drain(5))
+    await asyncio.sleep(0)
+    health = await server.client.get("/health")
+    assert (health.status_code, health.json()["status"]) == (503, "draining")
+    refused = await server.client.post(COMPLETIONS, json=body("late"))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+    assert "retry-after" in refused.headers
+    server.model.gate.set()
+    assert await asyncio.gather(running, waiting) == ["first", "second"]
+    await draining
+
+
+async def test_draining_ends_what_takes_too_long(server):
+    server.model.pace = 0.02
+    running = asyncio.create_task(ask(server, "x" * 500))
+    whole = asyncio.create_task(server.client.post(COMPLETIONS, json=body("waits")))
+    await server.until(lambda: server.model.steps > 2)
+    await server.engine.drain(0.05)
+    assert (await running).endswith("[the server is shutting down]")
+    assert (await whole).status_code == 503
+    await server.idle()
+
+
+async def test_health_answers_while_the_engine_computes(server):
+    """Inside a step, and while tokens come thick and fast."""
+    running = await start(server, "x" * 2000)
+    assert (await server.client.get("/health")).json()["busy"]
+    server.model.gate.set()
+    answered = 0
+    while not running.done():
+        assert (await server.client.get("/health")).status_code == 200
+        answered += 1
+    assert await running == "x" * 2000
+    assert answered > 5
+
+
+async def test_silence_is_filled_with_comments():
+    """As long as the engine is busy with others, and between tokens that take long."""
+    async with scripted_server(ScriptedModel(pace=0.1), ping_seconds=0.03) as server:
+        server.model.hold_at = 1
+        first = asyncio.create_task(ask(server, "a"))
+        second = asyncio.create_task(server.client.post(COMPLETIONS, json=body("b", stream=True)))
+        await asyncio.sleep(0.1)
+        server.model.gate.set()
+        assert await first == "a"
+        stream = (await second).text
+        assert stream.count(": waiting\n\n") >= 3
+        assert text_of(frames(stream)) == "b"
+
+
+async def test_without_pings_silence_is_silence():
+    async with scripted_server(ScriptedModel(pace=0.1), ping_seconds=0) as server:
+        response = await server.client.post(COMPLETIONS, json=body("a", stream=True))
+        assert all(line.startswith("data: ") for line in response.text.split("\n\n") if line)
+
+
+async def test_a_stream_outlives_quarts_own_limit():
+    """Quart cuts a response off after RESPONSE_TIMEOUT seconds, without an end, unless it is told otherwise."""
+    async with scripted_server(ScriptedModel(pace=0.02), app_config={"RESPONSE_TIMEOUT": 0.1}) as server:
+        assert await ask(server, "x" * 20) == "x" * 20
