@@ -9,6 +9,7 @@ from random import Random
 import numpy as np
 from tokenizers import Tokenizer
 
+from experiments.tiny_pictures import cells
 from experiments.tiny_tasks import Message, Task, held_out, with_system
 from models.config import ModelConfig
 from models.images import ImageProcessor, VisionInput
@@ -19,23 +20,27 @@ from models.vision import patch_layout
 TOKENS_PER_BATCH = 1536
 TEXT_LENGTHS = (32, 64, 96, 160)
 PICTURE_LENGTHS = (64, 96, 160)
+LEAST_WEIGHT = 0.3  # of a token of a long answer
 MOST_PATCHES = 100  # of a picture after the small models' own preprocessing
 
 
 @dataclass(frozen=True)
 class Example:
-    """One conversation: ids `[length]`, the weight of predicting each next token `[length]`, and its pictures."""
+    """One conversation: ids `[length]`, the weight of predicting each next token `[length]`, its pictures, and what
+    lies under each visual token of theirs."""
 
     ids: np.ndarray
     weights: np.ndarray
     pictures: tuple[VisionInput, ...]
+    cells: tuple[list[int], ...]
 
 
 @dataclass(frozen=True)
 class Batch:
     """Examples padded to one shape. `patches` and its layout are `[pictures, patches, ...]`; `visual_index`
-    `[rows, length]` gives each placeholder's row among all visual tokens of the batch, -1 for text. None without
-    pictures."""
+    `[rows, length]` gives each placeholder's row among all visual tokens of the batch, -1 for text; `cells` and
+    `places` `[pictures, tokens]` tell what lies under each visual token and in which ninth of the picture it is, -1 for
+    padding. None without pictures."""
 
     ids: np.ndarray
     weights: np.ndarray
@@ -43,6 +48,8 @@ class Batch:
     patches: np.ndarray | None
     layout: tuple[np.ndarray, ...] | None
     visual_index: np.ndarray | None
+    cells: np.ndarray | None
+    places: np.ndarray | None
 
 
 class Encoder:
@@ -59,19 +66,22 @@ class Encoder:
         ids: list[int] = []
         weights: list[float] = []
         pictures: list[VisionInput] = []
+        seen: list[list[int]] = []
         for message in messages:
             head = self._encode(f"<|im_start|>{message['role']}\n")
-            body = self._body(message, pictures)
+            body = self._body(message, pictures, seen)
             said = message["role"] == "assistant"
-            inner = len(body) ** -0.5
+            inner = max(len(body) ** -0.5, LEAST_WEIGHT)
             tail = self._encode("\n")
             ids += head + body + tail
             answer = [max(inner, 0.5)] * 3 + [inner] * (len(body) - 4) + [1.0]
             weights += [0.0] * len(head) + (answer[-len(body) :] if said else [0.0] * len(body)) + [0.0] * len(tail)
         # Position i is trained to predict token i + 1.
-        return Example(np.array(ids[:-1], np.int32), np.array([*weights[1:-1], 0.0], np.float32), tuple(pictures))
+        return Example(
+            np.array(ids[:-1], np.int32), np.array([*weights[1:-1], 0.0], np.float32), tuple(pictures), tuple(seen)
+        )
 
-    def _body(self, message: Message, pictures: list[VisionInput]) -> list[int]:
+    def _body(self, message: Message, pictures: list[VisionInput], seen: list[list[int]]) -> list[int]:
         content = message["content"]
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         text = ""
@@ -81,8 +91,13 @@ class Encoder:
             else:
                 pictures.append(self.processor(part["image"]))
                 pads = pictures[-1].tokens(self.config.vision.merge)
+                seen.append(cells(part["image"].info["spec"], *self._token_grid(pictures[-1])))
                 text += f"<|vision_start|>{'<|image_pad|>' * pads}<|vision_end|>"
         return self._encode(f"{text}<|im_end|>")
+
+    def _token_grid(self, picture: VisionInput) -> tuple[int, int]:
+        """Rows and columns of visual tokens."""
+        return picture.grid[1] // self.config.vision.merge, picture.grid[2] // self.config.vision.merge
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -97,12 +112,12 @@ class Encoder:
             grids = [picture.grid for picture in example.pictures]
             positions[:, row, :count] = rope_positions(example.ids, grids, self.config, Switches())[0]
         if pictures_per_row == 0:
-            return Batch(ids, weights, positions, None, None, None)
+            return Batch(ids, weights, positions, None, None, None, None, None)
         return Batch(ids, weights, positions, *self._pictures(examples, ids, rows * pictures_per_row))
 
     def _pictures(
         self, examples: list[Example], ids: np.ndarray, count: int
-    ) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray]:
+    ) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray, np.ndarray, np.ndarray]:
         vision = self.config.vision
         pictures = [picture for example in examples for picture in example.pictures]
         patches = np.zeros((count, MOST_PATCHES, vision.patch_values), np.float32)
@@ -112,7 +127,13 @@ class Encoder:
         ]
         places[4][:, 0] = True  # an empty picture still needs one patch to attend to
         tokens = []
+        seen = [labels for example in examples for labels in example.cells]
+        under, ninths = (np.full((count, MOST_PATCHES // vision.merge**2), -1, np.int32) for _ in range(2))
         for index, picture in enumerate(pictures):
+            rows, columns = self._token_grid(picture)
+            row, column = np.divmod(np.arange(rows * columns), columns)
+            under[index, : rows * columns] = seen[index]
+            ninths[index, : rows * columns] = (row + 0.5) * 3 // rows * 3 + (column + 0.5) * 3 // columns
             layout = patch_layout(picture.grid[1], picture.grid[2], vision.merge, vision.positions)
             size = len(picture.patches)
             patches[index, :size] = picture.patches
@@ -123,7 +144,7 @@ class Encoder:
             tokens += [index * MOST_PATCHES // vision.merge**2 + token for token in range(picture.tokens(vision.merge))]
         visual_index = np.full(ids.shape, -1, np.int32)
         visual_index[ids == self.config.image_token] = tokens
-        return patches, tuple(places), visual_index
+        return patches, tuple(places), visual_index, under, ninths
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ WEIGHTS = {
     "lookup": 3.0,
     "repeating": 2.0,
     "conversation": 3.0,
-    "greeting": 0.6,
+    "greeting": 1.2,
     "outside": 1.0,
     "drill: facts": 2.0,
     "drill: told": 1.0,

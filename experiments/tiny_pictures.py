@@ -118,6 +118,25 @@ def _overlap(one: Shape, other: Shape, width: int, height: int) -> bool:
     return distance < (one.radius + other.radius) * 1.1 * min(width, height)
 
 
+def cells(scene: Scene, rows: int, columns: int) -> list[int]:
+    """What lies in each cell of a grid over the picture, row by row: 0 for the ground, else one number per kind and
+    colour."""
+    found = []
+    short = min(scene.width, scene.height)
+    for cell in range(rows * columns):
+        row, column = divmod(cell, columns)
+        label, nearest = 0, math.inf
+        for shape in scene.shapes:
+            x = abs(shape.x - (column + 0.5) / columns) * scene.width / short
+            y = abs(shape.y - (row + 0.5) / rows) * scene.height / short
+            reach_x = shape.radius + 0.4 * scene.width / short / columns
+            reach_y = shape.radius + 0.4 * scene.height / short / rows
+            if x < reach_x and y < reach_y and x + y < nearest:
+                label, nearest = 1 + SHAPES.index(shape.kind) * len(COLOURS) + list(COLOURS).index(shape.colour), x + y
+        found.append(label)
+    return found
+
+
 # Words for a scene
 
 

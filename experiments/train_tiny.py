@@ -37,6 +37,7 @@ from experiments.tiny_data import Batch, Encoder, evaluation_batches, training_b
 from experiments.tiny_drills import drills
 from experiments.tiny_export import export
 from experiments.tiny_models import PREPROCESSOR, TINY_MODELS, WEIGHTS, TinyModel, full_config
+from experiments.tiny_pictures import COLOURS, SHAPES
 from experiments.tiny_report import write_report
 from experiments.tiny_vocabulary import train_vocabulary
 from models.compilation import cache_folder, enable_persistent_cache
@@ -55,6 +56,9 @@ ADAM_SHARE = 0.4  # of the learning rate, for what Muon does not train
 WEIGHT_DECAY = 0.05
 CLIP = 1.0
 BALANCE = 0.01  # weight of the experts' load-balancing loss
+SEEING = 0.3  # weight of the cell loss
+KINDS_OF_CELL = 1 + len(SHAPES) * len(COLOURS)
+READ_OUT = 0.3  # size of the directions along which cells are read out
 BATCHES_AHEAD = 32
 EVALUATED = 300  # held-out conversations per task
 ROOT = Path(__file__).parent.parent
@@ -106,15 +110,18 @@ def batches_from_process(model: TinyModel, tokenizer: Tokenizer, seed: str) -> I
 # The loss
 
 
-def forward(network: Network, batch: Mapping[str, Any]) -> Array:
-    """Logits `[rows, length, vocab]` of a batch."""
-    visual = None if batch["patches"] is None else _visual_tokens(network, batch)
-    hidden, _ = network(batch["ids"], batch["positions"], None, visual)
-    return network.logits(hidden)
-
-
-def _visual_tokens(network: Network, batch: Mapping[str, Any]) -> VisualTokens:
+def forward(network: Network, batch: Mapping[str, Any]) -> tuple[Array, Array | None]:
+    """Logits `[rows, length, vocab]` of a batch, and the embeddings `[pictures, tokens, hidden]` of its pictures."""
+    if batch["patches"] is None:
+        hidden, _ = network(batch["ids"], batch["positions"], None, None)
+        return network.logits(hidden), None
     embeddings, deepstack = network.visual(batch["patches"], *batch["layout"])
+    visual = _visual_tokens(batch, embeddings, deepstack)
+    hidden, _ = network(batch["ids"], batch["positions"], None, visual)
+    return network.logits(hidden), embeddings
+
+
+def _visual_tokens(batch: Mapping[str, Any], embeddings: Array, deepstack: Array) -> VisualTokens:
     index = batch["visual_index"]
     rows = jnp.maximum(index, 0)
     flat = embeddings.reshape(-1, embeddings.shape[-1])
@@ -128,6 +135,23 @@ def balance_loss(block: MoeBlock, tokens: Array) -> Array:
     _, experts = jax.lax.top_k(probabilities, block.config.top_k)
     used = jnp.mean(jax.nn.one_hot(experts, block.config.experts), axis=(0, 1))
     return block.config.experts * jnp.sum(used * jnp.mean(probabilities, axis=0))
+
+
+def cell_loss(embeddings: Array, batch: Mapping[str, Any]) -> Array:
+    """How badly the embeddings tell what lies under each visual token and where it is: cross-entropy of two read-outs
+    along fixed random directions, which only the vision tower can adapt to. It teaches the tower to see long before the
+    answers' own loss would."""
+    directions = jax.random.normal(jax.random.key(0), (embeddings.shape[-1], KINDS_OF_CELL + 9)) * READ_OUT
+    read = embeddings @ directions
+    total = jnp.zeros(())
+    for logits, labels, rare in (
+        (read[..., :KINDS_OF_CELL], batch["cells"], 4.0),
+        (read[..., KINDS_OF_CELL:], batch["places"], 1.0),
+    ):
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
+        weights = jnp.where(labels < 0, 0.0, jnp.where(labels > 0, rare, 1.0))
+        total = total + jnp.sum(losses * weights) / jnp.sum(weights)
+    return total
 
 
 class _RoutedTokens:
@@ -145,15 +169,16 @@ class _RoutedTokens:
 
 
 def loss_of(parameters: nnx.State, graph: nnx.GraphDef, batch: Mapping[str, Any]) -> tuple[Array, Array]:
-    """Weighted cross-entropy plus the balance loss, and the cross-entropy alone."""
+    """Weighted cross-entropy plus the balance and cell losses, and the cross-entropy alone."""
     network = nnx.merge(graph, parameters)
     routed = _RoutedTokens(network)
-    logits = forward(network, batch)
+    logits, embeddings = forward(network, batch)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], batch["ids"][:, 1:])
     weights = batch["weights"][:, :-1]
     entropy = jnp.sum(losses * weights) / jnp.sum(weights)
     balance = sum(routed.losses) / len(routed.losses) if routed.losses else 0.0
-    return entropy + BALANCE * balance, entropy
+    seeing = 0.0 if embeddings is None else cell_loss(embeddings, batch)
+    return entropy + BALANCE * balance + SEEING * seeing, entropy
 
 
 # Training
@@ -220,7 +245,7 @@ class Trainer:
     def _answers_right(self, parameters: nnx.State, batch: Mapping[str, Any]) -> Array:
         """Per row, whether the most likely token is right wherever the loss counts: then greedy decoding gives exactly
         the wanted answer."""
-        logits = forward(nnx.merge(self.graph, parameters), batch)
+        logits, _ = forward(nnx.merge(self.graph, parameters), batch)
         right = jnp.argmax(logits[:, :-1], axis=-1) == batch["ids"][:, 1:]
         return jnp.all(right | (batch["weights"][:, :-1] == 0), axis=1)
 
