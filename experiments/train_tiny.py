@@ -53,6 +53,9 @@ PEAK_RATE = 3e-3
 WARM_UP_STEPS = 60
 DECAY_FROM = 0.3  # share of the time from which on the learning rate falls to zero, linearly
 ADAM_SHARE = 0.4  # of the learning rate, for what Muon does not train
+# Most pixels are white, all 1: a step of the patch embedding adds up over 1,536 of them.
+PATCH_SHARE = 0.03
+TABLE_SCALE = 40.0  # makes the learned positions as large as the patches they are added to
 WEIGHT_DECAY = 0.05
 CLIP = 1.0
 BALANCE = 0.01  # weight of the experts' load-balancing loss
@@ -202,6 +205,11 @@ def make_optimiser() -> optax.GradientTransformation:
     )
 
 
+def _share(path: tuple[Any, ...]) -> float:
+    """The share of the learning rate that a parameter gets."""
+    return PATCH_SHARE if "patch_embed" in jax.tree_util.keystr(path) else 1.0
+
+
 def _matrix_axes(path: tuple[Any, ...], leaf: Array) -> optax.contrib.MuonDimensionNumbers | None:
     """A weight is `[out, in]`. None leaves it to AdamW: embeddings, and for the cost experts and mergers."""
     if leaf.ndim != 2 or any(part in jax.tree_util.keystr(path) for part in ("embed", "experts", "merger")):
@@ -228,6 +236,9 @@ class Trainer:
         self.encoder = make_encoder(model, tokenizer)
         self.config: ModelConfig = self.encoder.config
         network = random_network(self.config, "float32", Switches(), seed)
+        if network.visual is not None:
+            positions = network.visual.pos_embed.weight
+            positions.set_value(TABLE_SCALE * positions.get_value())
         self.graph, parameters = nnx.split(network)
         self.optimiser = make_optimiser()
         self.progress = Progress(parameters, self.optimiser.init(parameters), 0, 0.0)
@@ -239,7 +250,7 @@ class Trainer:
     ) -> tuple[nnx.State, optax.OptState, Array]:
         gradient, entropy = jax.grad(loss_of, has_aux=True)(parameters, self.graph, batch)
         updates, state = self.optimiser.update(gradient, state, parameters)
-        updates = jax.tree.map(lambda update: rate * update, updates)
+        updates = jax.tree_util.tree_map_with_path(lambda path, update: rate * _share(path) * update, updates)
         return optax.apply_updates(parameters, updates), state, entropy
 
     def _answers_right(self, parameters: nnx.State, batch: Mapping[str, Any]) -> Array:

@@ -200,7 +200,7 @@ class LoadedModel:
             raise PromptError(f"{self.name} has no tokenizer: give it token ids instead of text")
         return self._text
 
-    def prompt(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> Prompt:
+    def prompt(self, messages: list[dict[str, Any]], /, **template_kwargs: Any) -> Prompt:
         """The token ids and pictures of a conversation, through the model's chat template; see `PromptBuilder.build`.
 
         Raises:
