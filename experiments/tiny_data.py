@@ -19,7 +19,7 @@ from models.vision import patch_layout
 
 TOKENS_PER_BATCH = 1536
 TEXT_LENGTHS = (32, 64, 96, 160)
-PICTURE_LENGTHS = (64, 96, 160)
+PICTURE_LENGTHS = (64, 96, 176)
 LEAST_WEIGHT = 0.3  # of a token of a long answer
 MOST_PATCHES = 100  # of a picture after the small models' own preprocessing
 

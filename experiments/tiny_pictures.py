@@ -107,7 +107,7 @@ def _shape(random: Random, others: list[Shape], place_clear: bool) -> Shape:
         kind, colour = random.choice(SHAPES), random.choice(tuple(COLOURS))
     if place_clear:
         x, y = ((random.randrange(3) + random.uniform(0.35, 0.65)) / 3 for _ in range(2))
-        return Shape(kind, colour, x, y, random.uniform(0.12, 0.17))
+        return Shape(kind, colour, x, y, random.uniform(0.12, 0.16))
     radius = random.uniform(0.12, 0.24)
     x, y = (random.uniform(radius, 1 - radius) for _ in range(2))
     return Shape(kind, colour, x, y, radius)

@@ -243,6 +243,8 @@ class LoadedModel:
 
     def _checked_ids(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
         ids = np.asarray(token_ids)
+        if ids.size == 0:  # an empty list has no type of its own
+            ids = np.zeros(0, np.int32)
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
             raise PromptError(f"token ids must be one row of integers, found shape {ids.shape} of {ids.dtype}")
         if len(ids) and not (ids.min() >= 0 and ids.max() < self.config.text.vocab):
