@@ -80,11 +80,11 @@ def plot(entries: list[Mapping[str, Any]], name: str, results: Path) -> None:
     losses.set(yscale="log", ylabel="weighted cross-entropy (nats)", title=f"{name}: training")
     points = [entry for entry in entries if "accuracy" in entry]
     styles = [(marker, dash) for marker in "os^Dv" for dash in ("-", "--", ":")]
-    for task, (marker, dash) in zip(points[0]["accuracy"] if points else (), styles, strict=False):
-        values = [100 * point["accuracy"][task] for point in points]
-        accuracies.plot(
-            [point["seconds"] / 60 for point in points], values, dash, marker=marker, ms=4, lw=1, label=task
-        )
+    tasks = dict.fromkeys(task for point in points for task in point["accuracy"])
+    for task, (marker, dash) in zip(tasks, styles, strict=False):
+        known = [point for point in points if task in point["accuracy"]]
+        values = [100 * point["accuracy"][task] for point in known]
+        accuracies.plot([point["seconds"] / 60 for point in known], values, dash, marker=marker, ms=4, lw=1, label=task)
     accuracies.axhline(100 * WANTED, color="grey", lw=0.8)
     accuracies.set(ylabel="held-out answers exactly right (%)", xlabel="training time (minutes)", ylim=(-2, 102))
     accuracies.legend(fontsize=7, ncols=2)
