@@ -24,7 +24,6 @@ CLOSING_SECONDS = 3.0  # for the last frames to reach their clients
 
 def load(settings: Settings) -> models.LoadedModel:
     """Loads and compiles the model; runs on the engine thread."""
-    start = time.monotonic()
     model = models.load(
         settings.model,
         dtype=settings.dtype,
@@ -33,18 +32,13 @@ def load(settings: Settings) -> models.LoadedModel:
         max_image_tokens=settings.max_image_tokens,
     )
     model.warm_up()
-    print(f"{settings.model_id} is ready after {time.monotonic() - start:.1f} s", flush=True)
     return model
 
 
 def listening_socket(settings: Settings) -> socket.socket:
-    """A bound socket, opened before loading, so that a port in use is said at once."""
+    """A socket that takes connections from now on, before loading, so that a port in use is said at once."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((settings.host, settings.port))
-    listener.listen()  # from here on clients wait instead of being refused
-    return listener
+    return socket.create_server((settings.host, settings.port), family=family)
 
 
 async def run(settings: Settings, bound: socket.socket) -> int:
@@ -60,11 +54,20 @@ async def run(settings: Settings, bound: socket.socket) -> int:
     engine = Engine(lambda: load(settings), settings.max_queued)
     listener = Listener(create_app(engine, settings), bound, keep_alive=KEEP_ALIVE_SECONDS)
     await listener.start()
-    await _first(asked.wait(), engine.cannot_load())
+    await _first(asked.wait(), _announce(engine, settings))
     await _first(engine.drain(settings.drain_timeout), hurried.wait())
     engine.stop()
     await listener.close(0 if hurried.is_set() else CLOSING_SECONDS)
     return 1 if engine.state == "error" else 0
+
+
+async def _announce(engine: Engine, settings: Settings) -> None:
+    """Says when requests are taken; returns only if the model could not be loaded."""
+    start = time.monotonic()
+    await engine.loaded.wait()
+    if engine.state != "error":
+        print(f"{settings.model_id} is ready after {time.monotonic() - start:.1f} s", flush=True)
+        await asyncio.Event().wait()
 
 
 async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
@@ -84,7 +87,7 @@ def main() -> int:
     try:
         find_folder(settings.model)
         bound = listening_socket(settings)
-    except (models.KestrelError, OSError, OverflowError) as error:
+    except (models.KestrelError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     host, port = bound.getsockname()[:2]

@@ -28,7 +28,8 @@ class Engine:
     """Admission, the queue, and the thread behind it. All methods are called on the event loop."""
 
     def __init__(self, load: Callable[[], LoadedModel], max_queued: int) -> None:
-        """`load` runs on the engine thread; `max_queued` bounds the requests that wait, 0 for no bound."""
+        """`load` runs on the engine thread; `max_queued` bounds the requests that wait, 0 for no bound. `loaded` is set
+        when the model is, or cannot be: `state` tells which, and `problem` why."""
         self.model: LoadedModel | None = None
         self.state: State = "loading"
         self.problem = ""
@@ -37,7 +38,7 @@ class Engine:
         self._load = load
         self._live: set[Job] = set()
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._loaded = asyncio.Event()
+        self.loaded = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -89,15 +90,10 @@ class Engine:
         if not job.running:
             self._live.discard(job)
 
-    async def cannot_load(self) -> None:
-        """Returns if and when the model could not be loaded; `problem` tells why."""
-        await self._loaded.wait()
-        if self.state != "error":
-            await asyncio.get_running_loop().create_future()
-
     async def drain(self, timeout: float) -> None:
         """Refuses new requests, waits for the live ones, and after `timeout` seconds ends those with an error."""
-        self.state = "draining"
+        if self.state != "error":
+            self.state = "draining"
         deadline = time.monotonic() + timeout
         while self._live and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -118,9 +114,9 @@ class Engine:
         if state == "error":
             self.problem = problem
             self._fail_all(ApiError(503, f"the engine has failed: {problem}", code="error"))
-        if self.state != "draining" or state == "error":
+        if state == "error" or self.state != "draining":
             self.state = state
-        self._loaded.set()
+        self.loaded.set()
 
     def _end(self, job: Job, last: Step | Failure | None) -> None:
         """Frees the place of a job before its client can know that it has ended."""

@@ -40,6 +40,8 @@ class Listener:
 
     async def start(self) -> None:
         """Starts the application and accepts connections."""
+        # Inherited by every connection: frames must not wait until the client has confirmed the one before.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         await self._app.startup()
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(

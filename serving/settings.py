@@ -39,7 +39,7 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=default.dtype, help="how matrices are kept")
     parser.add_argument("--model-id", help="the name that clients see; by default the model's")
     parser.add_argument("--host", default=default.host, help="the address to listen on")
-    parser.add_argument("--port", type=int, default=default.port, help="0 takes a free one, which is printed")
+    parser.add_argument("--port", type=_port, default=default.port, help="0 takes a free one, which is printed")
     parser.add_argument(
         "--max-queued", type=_count, default=default.max_queued, help="waiting requests; 0 for no limit"
     )
@@ -60,6 +60,13 @@ def _count(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"must not be negative, found {value}")
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"must lie in 0..65535, found {value}")
     return value
 
 

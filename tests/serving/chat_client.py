@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
 from .conftest import Server
@@ -20,6 +21,14 @@ def raw_request(text: str, **fields: Any) -> bytes:
     payload = json.dumps(body(text, **fields)).encode()
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload
+
+
+def stuck_socket(port: int) -> socket.socket:
+    """A connection that takes little without being read."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", port))
+    return client
 
 
 def frames(stream: str) -> list[dict[str, Any]]:

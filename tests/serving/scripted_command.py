@@ -14,8 +14,8 @@ from .scripted_model import ScriptedModel
 
 def load(settings: Settings) -> ScriptedModel:
     """In the place of the loading of a real model."""
-    print(f"{settings.model_id} is ready", flush=True)
-    return ScriptedModel(pace=float(os.environ["PACE"]), top=tuple((token, -1.0) for token in range(65, 85)))
+    top = tuple((token, -1.0) for token in range(65, 85))
+    return ScriptedModel(pace=float(os.environ["PACE"]), top=top, max_context=20_000)
 
 
 if __name__ == "__main__":

@@ -9,142 +9,158 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import httpx
 import pytest
 
-from serving.settings import parse_settings
+from serving import __main__ as command
+from serving.settings import Settings, parse_settings
 
-from .chat_client import COMPLETIONS, body, frames, raw_request, text_of
+from .chat_client import COMPLETIONS, body, frames, raw_request, stuck_socket, text_of
 from .conftest import ROOT
-
-SCRIPTED = "tests.serving.scripted_command"
+from .scripted_model import ScriptedModel
 
 
 @contextmanager
-def command(*arguments: str, module: str = SCRIPTED, pace: float = 0.0) -> Iterator[subprocess.Popen[str]]:
-    """A server process, killed in the end if it still lives."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
+def process(*arguments: str, pace: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command around a scripted model, and its address once it is ready; killed in the end if it still lives."""
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.serving.scripted_command", "--port", "0", *arguments],
         cwd=ROOT,
-        env=os.environ | {"PACE": str(pace), "JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"PACE": str(pace)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
-        yield process
+        address = re.search(r"listening on (http://\S+:\d+);", server.stdout.readline())[1]
+        assert "is ready" in server.stdout.readline()
+        yield server, address
     finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        process.stderr.close()
+        server.kill()
+        server.wait()
+        server.stdout.close()
+        server.stderr.close()
 
 
-def ready(process: subprocess.Popen[str]) -> str:
-    """The address that the process prints, once it is ready."""
-    address = re.search(r"listening on (http://\S+:\d+);", process.stdout.readline())[1]
-    assert "is ready" in process.stdout.readline()
-    return address
-
-
-async def ended(process: subprocess.Popen[str], seconds: float) -> int:
-    """The exit status; fails if it takes longer."""
-    return await asyncio.to_thread(process.wait, seconds)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_lets_streams_end_and_ends_the_process(number):
-    """A stream runs to its end, an idle connection and one that has sent half a request do not matter."""
-    with command("--port", "0", pace=0.02) as process:
-        address = ready(process)
+async def test_a_signal_lets_streams_end_and_ends_the_process():
+    """A stream runs to its end; an idle connection and one that has sent half a request do not matter."""
+    with process(pace=0.02) as (server, address):
         port = int(address.rsplit(":", 1)[1])
         idle, half = socket.create_connection(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port))
         half.sendall(raw_request("never")[:60])
-        async with httpx.AsyncClient(base_url=address) as client:
-            async with client.stream("POST", COMPLETIONS, json=body("x" * 30, stream=True)) as response:
-                pieces = response.aiter_text()
-                stream = await anext(pieces)
-                process.send_signal(number)
-                await asyncio.sleep(0.1)
-                refused = await client.post(COMPLETIONS, json=body("late"))
-                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
-                stream += "".join([piece async for piece in pieces])
-            assert text_of(frames(stream)) == "x" * 30
-        assert await ended(process, 8) == 0
-        assert "Traceback" not in process.stderr.read()
+        client = httpx.AsyncClient(base_url=address, timeout=30)
+        request = client.stream("POST", COMPLETIONS, json=body("x" * 50, stream=True))
+        async with client, request as response:
+            pieces = response.aiter_text()
+            stream = await anext(pieces)
+            server.send_signal(signal.SIGTERM)
+            while (await client.get("/health")).json()["status"] == "ok":
+                await asyncio.sleep(0.01)
+            refused = await client.post(COMPLETIONS, json=body("late"))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            stream += "".join([piece async for piece in pieces])
+        assert text_of(frames(stream)) == "x" * 50
+        assert await asyncio.to_thread(server.wait, 15) == 0
+        assert "Traceback" not in server.stderr.read()
         idle.close()
         half.close()
 
 
-async def test_a_stream_that_takes_too_long_ends_with_an_error_frame():
-    with command("--port", "0", "--drain-timeout", "0.2", pace=0.02) as process:
-        async with httpx.AsyncClient(base_url=ready(process)) as client:
-            request = client.stream("POST", COMPLETIONS, json=body("x" * 1000, stream=True))
-            async with request as response:
-                stream = await anext(response.aiter_text())
-                process.send_signal(signal.SIGTERM)
-                stream += "".join([piece async for piece in response.aiter_text()])
-            assert text_of(frames(stream)).endswith("x[the server is shutting down]")
-        assert await ended(process, 5) == 0
-
-
-async def test_a_second_signal_stops_at_once():
-    with command("--port", "0", "--drain-timeout", "60", pace=0.02) as process:
-        client = httpx.AsyncClient(base_url=ready(process))
-        request = client.stream("POST", COMPLETIONS, json=body("x" * 1000, stream=True))
-        async with client, request as response:
-            await anext(response.aiter_text())
-            process.send_signal(signal.SIGTERM)
-            await asyncio.sleep(0.2)
-            assert process.poll() is None
-            begin = time.monotonic()
-            process.send_signal(signal.SIGTERM)
-            assert await ended(process, 5) == 0
-            assert time.monotonic() - begin < 3
-
-
 async def test_a_client_that_does_not_read_cannot_keep_the_process_alive():
     """About 6 MB wait for a reader that never reads."""
-    with command("--port", "0", "--drain-timeout", "0.2", pace=0.0002) as process:
-        address = ready(process)
-        stuck = socket.create_connection(("127.0.0.1", int(address.rsplit(":", 1)[1])))
-        stuck.sendall(raw_request("x" * 2500, stream=True, logprobs=True, top_logprobs=20))
-        async with httpx.AsyncClient(base_url=address) as client:
+    with process("--drain-timeout", "0.2", pace=0.0001) as (server, address):
+        stuck = stuck_socket(int(address.rsplit(":", 1)[1]))
+        stuck.sendall(raw_request("x" * 6000, stream=True, logprobs=True, top_logprobs=20))
+        async with httpx.AsyncClient(base_url=address, timeout=30) as client, asyncio.timeout(60):
             while (await client.get("/health")).json()["total_requests"] == 0:
                 await asyncio.sleep(0.02)
             while (await client.get("/health")).json()["busy"]:
                 await asyncio.sleep(0.02)
-        process.send_signal(signal.SIGTERM)
-        assert await ended(process, 10) == 0
+        server.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(server.wait, 15) == 0
         stuck.close()
 
 
-async def test_a_port_in_use_is_said():
-    with socket.create_server(("127.0.0.1", 0)) as taken, command("--port", str(taken.getsockname()[1])) as process:
-        assert await ended(process, 30) == 2
-        assert process.stderr.read().startswith("error: ")
+@asynccontextmanager
+async def running(settings: Settings) -> AsyncIterator[tuple[asyncio.Task[int], httpx.AsyncClient]]:
+    """The same without a process of its own: the task, whose result is the exit status, and a client."""
+    bound = command.listening_socket(settings)
+    task = asyncio.create_task(command.run(settings, bound))
+    address = f"http://127.0.0.1:{bound.getsockname()[1]}"
+    async with httpx.AsyncClient(base_url=address, timeout=30) as client:
+        yield task, client
+    await asyncio.wait({task}, timeout=10)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().remove_signal_handler(number)
+    assert task.done()
 
 
-async def test_a_model_that_does_not_exist_is_said():
-    with command("--model", "no-such-model", "--port", "0", module="serving") as process:
-        assert await ended(process, 30) == 2
-        message = process.stderr.read()
-        assert message.startswith("error: 'no-such-model' is neither a folder")
-        assert "Traceback" not in message
+@pytest.fixture
+def slow(monkeypatch) -> ScriptedModel:
+    """The model that the command loads."""
+    model = ScriptedModel(pace=0.02)
+    monkeypatch.setattr(command, "load", lambda settings: model)
+    return model
 
 
-async def test_a_checkpoint_that_cannot_be_loaded_ends_the_process(tmp_path):
+async def until_ready(client: httpx.AsyncClient) -> None:
+    while (await client.get("/health")).json()["status"] == "loading":
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_stream_that_takes_too_long_ends_with_an_error_frame(slow, number):
+    async with running(Settings(port=0, drain_timeout=0.2)) as (task, client):
+        await until_ready(client)
+        async with client.stream("POST", COMPLETIONS, json=body("x" * 1000, stream=True)) as response:
+            pieces = response.aiter_text()
+            stream = await anext(pieces)
+            os.kill(os.getpid(), number)
+            stream += "".join([piece async for piece in pieces])
+        assert text_of(frames(stream)).endswith("[the server is shutting down]")
+        assert await task == 0
+
+
+async def test_a_second_signal_stops_at_once(slow):
+    """The stream is told so, and nobody waits for a minute."""
+    async with running(Settings(port=0, drain_timeout=60)) as (task, client):
+        await until_ready(client)
+        async with client.stream("POST", COMPLETIONS, json=body("x" * 1000, stream=True)) as response:
+            await anext(response.aiter_text())
+            os.kill(os.getpid(), signal.SIGTERM)
+            while (await client.get("/health")).json()["status"] == "ok":
+                await asyncio.sleep(0.01)
+            assert not task.done()
+            os.kill(os.getpid(), signal.SIGTERM)
+            async with asyncio.timeout(10):
+                assert await task == 0
+
+
+async def test_a_checkpoint_that_cannot_be_loaded_ends_the_command(tmp_path, caplog):
     """Not a server that answers 503 for ever."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    with command("--model", str(tmp_path), "--port", "0", module="serving") as process:
-        assert await ended(process, 30) == 1
-        message = process.stderr.read()
-        assert "config.json" in message
-        assert "Traceback" not in message
+    async with running(Settings(model=str(tmp_path), port=0)) as (task, _):
+        assert await task == 1
+    assert "config.json" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("model", ["no-such-model", "/no/such/folder"])
+def test_a_model_that_does_not_exist_is_said(monkeypatch, capsys, model):
+    monkeypatch.setattr(sys, "argv", ["serving", "--model", model, "--port", "0"])
+    assert command.main() == 2
+    assert capsys.readouterr().err.startswith(f"error: '{model}' is neither a folder")
+
+
+def test_a_port_in_use_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(command, "find_folder", lambda name: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(sys, "argv", ["serving", "--port", str(taken.getsockname()[1])])
+        assert command.main() == 2
+    assert capsys.readouterr().err.startswith("error: ")
 
 
 @pytest.mark.parametrize(
@@ -152,6 +168,8 @@ async def test_a_checkpoint_that_cannot_be_loaded_ends_the_process(tmp_path):
     [
         ["--max-queued", "-1"],
         ["--max-queued", "many"],
+        ["--port", "65536"],
+        ["--port", "-1"],
         ["--ping-seconds", "-1"],
         ["--ping-seconds", "nan"],
         ["--drain-timeout", "inf"],

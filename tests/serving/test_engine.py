@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 
 import pytest
@@ -175,3 +176,16 @@ async def test_a_stream_outlives_quarts_own_limit():
     """Quart cuts a response off after RESPONSE_TIMEOUT seconds, without an end, unless it is told otherwise."""
     async with scripted_server(ScriptedModel(pace=0.02), app_config={"RESPONSE_TIMEOUT": 0.1}) as server:
         assert await ask(server, "x" * 20) == "x" * 20
+
+
+async def test_frames_are_sent_at_once(server):
+    """Not held back until the client has confirmed the frame before."""
+    _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    connections = [
+        transport.get_extra_info("socket")
+        for transport in asyncio.get_running_loop()._transports.values()
+        if transport.get_extra_info("sockname")[1] == server.port
+    ]
+    assert connections
+    assert all(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for connection in connections)
+    writer.close()
