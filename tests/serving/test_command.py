@@ -69,6 +69,27 @@ async def test_a_signal_lets_streams_end_and_ends_the_process():
         half.close()
 
 
+async def test_a_signal_ends_loading(tmp_path):
+    """In the middle of compilation, because nothing is kept from an earlier run."""
+    server = subprocess.Popen(
+        [sys.executable, "-m", "serving", "--model", "tiny-vl", "--port", "0"],
+        cwd=ROOT,
+        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert "listening" in server.stdout.readline()
+        await asyncio.sleep(3)
+        server.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(server.communicate, None, 15) == ("", "")
+        assert server.returncode == 0
+    finally:
+        server.kill()
+        server.communicate()
+
+
 async def test_a_client_that_does_not_read_cannot_keep_the_process_alive():
     """About 6 MB wait for a reader that never reads."""
     with process("--drain-timeout", "0.2", pace=0.0001) as (server, address):
