@@ -74,7 +74,7 @@ def write_report(model: TinyModel, folder: Path, log: Path, results: Path, count
 def plot(entries: list[Mapping[str, Any]], name: str, results: Path) -> None:
     """Loss, and held-out accuracy per task, over the training time."""
     mpl.use("Agg")
-    figure, (losses, accuracies) = plt.subplots(2, 1, figsize=(8, 8), sharex=True, layout="constrained")
+    figure, (losses, accuracies) = plt.subplots(2, 1, figsize=(9, 8), sharex=True, layout="constrained")
     curve = [entry for entry in entries if "loss" in entry]
     losses.plot([entry["seconds"] / 60 for entry in curve], [entry["loss"] for entry in curve], color="black", lw=1)
     losses.set(yscale="log", ylabel="weighted cross-entropy (nats)", title=f"{name}: training")
@@ -87,7 +87,7 @@ def plot(entries: list[Mapping[str, Any]], name: str, results: Path) -> None:
         accuracies.plot([point["seconds"] / 60 for point in known], values, dash, marker=marker, ms=4, lw=1, label=task)
     accuracies.axhline(100 * WANTED, color="grey", lw=0.8)
     accuracies.set(ylabel="held-out answers exactly right (%)", xlabel="training time (minutes)", ylim=(-2, 102))
-    accuracies.legend(fontsize=7, ncols=2)
+    accuracies.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))
     figure.savefig(results / "plot.svg")
     figure.savefig(results / "plot.png", dpi=110)
     plt.close(figure)

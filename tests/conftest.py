@@ -6,4 +6,6 @@ from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-install_import_hook([f"models.{name}" for name in ("attention", "layers", "moe", "rope", "vision")], "beartype.beartype")
+install_import_hook(
+    [f"models.{name}" for name in ("attention", "layers", "moe", "rope", "vision")], "beartype.beartype"
+)
