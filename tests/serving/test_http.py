@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 
 import httpx
 import pytest
+
+from serving.chat_request import ChatRequest
 
 from .conftest import Server, scripted_server
 from .scripted_model import ScriptedModel
@@ -224,3 +227,65 @@ async def test_the_preflight_of_another_origin_is_not_allowed(server):
     headers = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
     response = await server.client.options(COMPLETIONS, headers=headers)
     assert not any(name.lower().startswith("access-control") for name in response.headers)
+
+
+ODD = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2.5,
+    -0.0,
+    1e308,
+    2**64,
+    "",
+    "a",
+    "\0",
+    "\ud7ff",
+    "9" * 50,
+    [],
+    [[]],
+    [None],
+    ["a"],
+    {},
+]
+ODD += [{"": None}, {"a": []}, {"type": "text"}, {"type": "image_url", "image_url": {"url": "data:;base64,"}}, {"1": 1}]
+FIELDS = [*ChatRequest.model_fields, "user", "metadata"]
+MESSAGE_FIELDS = [
+    "role",
+    "content",
+    "name",
+    "tool_calls",
+    "tool_call_id",
+    "reasoning_content",
+    "function_call",
+    "refusal",
+]
+
+
+def odd_request(chance: random.Random) -> dict:
+    """A valid request with some of its values replaced, at two levels."""
+    message = {"role": chance.choice(["system", "user", "assistant", "tool"]), "content": "a"}
+    if chance.random() < 0.7:
+        message[chance.choice(MESSAGE_FIELDS)] = chance.choice(ODD)
+    request = {"messages": [message, *HELLO["messages"]], "max_tokens": 2}
+    for _ in range(chance.randrange(3)):
+        request[chance.choice(FIELDS)] = chance.choice(ODD)
+    return request
+
+
+async def test_no_request_is_a_failure_of_the_server(server):
+    """Five hundred odd ones: each is served or refused, and the same in both modes."""
+    chance = random.Random(5)
+    for _ in range(500):
+        request = odd_request(chance)
+        statuses = set()
+        for stream in (False, True):
+            response = await server.client.post(COMPLETIONS, json=request | {"stream": stream})
+            assert response.status_code in (200, 400, 404), (request, response.text)
+            assert '"server_error"' not in response.text, request
+            statuses.add(response.status_code)
+        assert len(statuses) == 1, request
+    await server.idle()
