@@ -132,6 +132,7 @@ async def test_openai_sees_a_full_queue():
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             with pytest.raises(openai.RateLimitError):
                 await client.chat.completions.create(model="scripted", messages=HELLO)
+        await server.held()
         server.model.gate.set()
         await asyncio.gather(*waiting)
 

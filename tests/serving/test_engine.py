@@ -158,6 +158,7 @@ async def test_silence_is_filled_with_comments():
         server.model.hold_at = 1
         first = asyncio.create_task(ask(server, "a"))
         second = asyncio.create_task(server.client.post(COMPLETIONS, json=body("b", stream=True)))
+        await server.held()
         await asyncio.sleep(0.1)
         server.model.gate.set()
         assert await first == "a"

@@ -140,6 +140,7 @@ async def test_only_admitted_requests_are_decoded(monkeypatch):
         burst = [asyncio.create_task(server.client.post(COMPLETIONS, json=request)) for _ in range(8)]
         await server.until(lambda: sum(task.done() for task in burst) == 6)
         assert {task.result().status_code for task in burst if task.done()} == {429}
+        await server.held()
         server.model.gate.set()
         answers = await asyncio.gather(*burst)
     assert sorted(answer.status_code for answer in answers) == [200] * 2 + [429] * 6
