@@ -45,7 +45,7 @@ class Server:
 
     async def held(self) -> Job:
         """The running job, once the model has come to the unit of work at which it holds."""
-        await self.until(lambda: self.model.begun == self.model.hold_at)
+        await self.until(lambda: self.model.begun == self.model.hold_at and not self.model.gate.is_set())
         [job] = [job for job in self.engine._live if job.running]
         return job
 

@@ -20,14 +20,14 @@ TEXT = HELLO[0]["content"]
 
 @pytest.fixture
 async def client(server):
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
         yield client
 
 
 def strict(server: Server) -> openai.AsyncOpenAI:
     """A client that checks every object against OpenAI's types."""
     return openai.AsyncOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20, _strict_response_validation=True
     )
 
 
@@ -77,7 +77,7 @@ async def test_openai_from_a_thread(server):
     """The client without asyncio."""
 
     def ask() -> str:
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
             chunks = client.chat.completions.create(model="scripted", messages=HELLO, stream=True)
             return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
@@ -129,7 +129,7 @@ async def test_openai_sees_a_full_queue():
         server.model.hold_at = 1
         waiting = [asyncio.create_task(server.client.post(COMPLETIONS, json=body("hello"))) for _ in range(2)]
         await server.until(lambda: server.engine.queued == 1)
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
             with pytest.raises(openai.RateLimitError):
                 await client.chat.completions.create(model="scripted", messages=HELLO)
         await server.held()

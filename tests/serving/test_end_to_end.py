@@ -46,7 +46,7 @@ def about(image: Image.Image, question: str) -> dict:
 
 @pytest.fixture
 def client(tiny_url):
-    with openai.OpenAI(base_url=f"{tiny_url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{tiny_url}/v1", api_key="none", max_retries=0, timeout=20) as client:
         yield client
 
 
@@ -106,7 +106,7 @@ async def test_concurrent_streams_do_not_mix(tiny_url):
     words = ["KX72B", "QRT95", "ZZM38", "BWH4N", "P6PLS", "T9GGC"]
 
     async def ask(word: str) -> str:
-        async with openai.AsyncOpenAI(base_url=f"{tiny_url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=f"{tiny_url}/v1", api_key="none", max_retries=0, timeout=20) as client:
             chunks = await client.chat.completions.create(
                 model="tiny-vl",
                 messages=[{"role": "user", "content": f"The code word is {word}. What is the code word?"}],
