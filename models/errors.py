@@ -23,3 +23,7 @@ class PromptError(KestrelError):
 
 class ContextLengthError(PromptError):
     """A prompt that leaves no room for an answer in the context."""
+
+
+class KernelError(KestrelError):
+    """Compiled kernels that cannot be built, loaded or used on this machine."""

@@ -1,0 +1,112 @@
+// Eight float32 lanes, in the same arithmetic for every instruction set: only `fma` rounds differently where the
+// instruction set has none (two roundings instead of one).
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace {
+
+constexpr int kLanes = 8;
+
+typedef float Lanes __attribute__((vector_size(32)));
+typedef int32_t IntLanes __attribute__((vector_size(32)));
+typedef int8_t ByteLanes __attribute__((vector_size(8)));
+typedef uint16_t HalfLanes __attribute__((vector_size(16)));
+typedef uint32_t WordLanes __attribute__((vector_size(32)));
+
+inline Lanes all(float value) { return Lanes{value, value, value, value, value, value, value, value}; }
+
+inline Lanes load(const float* from) {
+  Lanes lanes;
+  memcpy(&lanes, from, sizeof lanes);
+  return lanes;
+}
+
+inline void store(float* to, Lanes lanes) { memcpy(to, &lanes, sizeof lanes); }
+
+inline Lanes load(const int8_t* from) {
+  ByteLanes bytes;
+  memcpy(&bytes, from, sizeof bytes);
+#if defined(__AVX2__)
+  return (Lanes)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)bytes)));
+#else
+  return __builtin_convertvector(__builtin_convertvector(bytes, IntLanes), Lanes);
+#endif
+}
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline Lanes load(const BFloat16* from) {
+  HalfLanes halves;
+  memcpy(&halves, from, sizeof halves);
+  return (Lanes)(__builtin_convertvector(halves, WordLanes) << 16);
+}
+
+inline float value_of(float value) { return value; }
+inline float value_of(int8_t value) { return value; }
+inline float value_of(BFloat16 value) {
+  uint32_t bits = (uint32_t)value.bits << 16;
+  float wide;
+  memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+
+inline Lanes fma(Lanes a, Lanes b, Lanes c) {
+#if defined(__FMA__)
+  return (Lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+  float32x4_t parts[2], x[2], y[2];
+  memcpy(parts, &c, sizeof parts);
+  memcpy(x, &a, sizeof x);
+  memcpy(y, &b, sizeof y);
+  parts[0] = vfmaq_f32(parts[0], x[0], y[0]);
+  parts[1] = vfmaq_f32(parts[1], x[1], y[1]);
+  memcpy(&c, parts, sizeof parts);
+  return c;
+#else
+  return a * b + c;
+#endif
+}
+
+inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
+
+inline float sum(Lanes v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
+
+inline float largest(Lanes v) {
+  float found = v[0];
+  for (int lane = 1; lane < kLanes; ++lane) found = v[lane] > found ? v[lane] : found;
+  return found;
+}
+
+// Rounds to the nearest whole number, ties to even, for |v| < 2^22: beyond this constant a float has no fraction bits.
+constexpr float kRounder = 12582912.0f;
+inline Lanes rounded(Lanes v) { return (v + all(kRounder)) - all(kRounder); }
+
+// e^v for v <= 0, within 2 units in the last place; below -87, where float32 turns subnormal, 0. The polynomial is that
+// of Cephes' expf (Moshier).
+inline Lanes exp_of(Lanes v) {
+  const Lanes n = rounded(v * all(1.44269504088896341f));
+  Lanes r = fma(n, all(-0.693359375f), v);
+  r = fma(n, all(2.12194440e-4f), r);
+  Lanes p = all(1.9875691500e-4f);
+  p = fma(p, r, all(1.3981999507e-3f));
+  p = fma(p, r, all(8.3334519073e-3f));
+  p = fma(p, r, all(4.1665795894e-2f));
+  p = fma(p, r, all(1.6666665459e-1f));
+  p = fma(p, r, all(5.0000001201e-1f));
+  p = fma(p, r * r, r + all(1.0f));
+  const IntLanes exponent = (__builtin_convertvector(n, IntLanes) + 127) << 23;
+  const Lanes power = p * (Lanes)exponent;
+  return v < all(-87.0f) ? all(0.0f) : power;
+}
+
+}  // namespace

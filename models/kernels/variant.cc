@@ -1,0 +1,428 @@
+// The inner loops, compiled once per instruction set (KESTREL_VARIANT names it). Nothing here may come from a C++ library
+// header: an inline function compiled for AVX2 could be linked in place of the portable one.
+
+#include "variant.h"
+
+#include "lanes.h"
+
+namespace {
+
+using kestrel::CacheType;
+using kestrel::Format;
+using kestrel::kBlock;
+using kestrel::kGroup;
+using kestrel::kSpan;
+using kestrel::Row;
+using kestrel::Span;
+
+// Quantising activations
+
+void quantise(const float* row, int64_t groups, int8_t* values, float* scales, int32_t* sums) {
+  for (int64_t group = 0; group < groups; ++group, row += kGroup, values += kGroup) {
+    Lanes most = all(0.0f), finite = all(0.0f);
+    for (int64_t i = 0; i < kGroup; i += kLanes) {
+      const Lanes v = load(row + i);
+      most = larger(most, larger(v, -v));
+      finite += v * all(0.0f);  // not a number if v is infinite or not a number
+    }
+    const float amount = largest(most), check = sum(finite);
+    const float inverse = amount > 1.2e-36f && check == 0.0f ? 127.0f / amount : 0.0f;
+    IntLanes total = {};
+    for (int64_t i = 0; i < kGroup; i += kLanes) {
+      const Lanes scaled = inverse == 0.0f ? all(0.0f) : rounded(load(row + i) * all(inverse));
+      const IntLanes whole = __builtin_convertvector(scaled, IntLanes);
+      const ByteLanes bytes = __builtin_convertvector(whole, ByteLanes);
+      memcpy(values + i, &bytes, sizeof bytes);
+      total += whole;
+    }
+    int32_t whole_sum = 0;
+    for (int lane = 0; lane < kLanes; ++lane) whole_sum += total[lane];
+    sums[group] = whole_sum;
+    scales[group] = check == 0.0f ? (inverse == 0.0f ? 0.0f : amount / 127.0f) : check;
+  }
+}
+
+// Float16 scales of a block's eight rows
+
+inline Lanes widen_halves(const uint16_t* halves) {
+#if defined(__F16C__)
+  __m128i bits;
+  memcpy(&bits, halves, sizeof bits);
+  return (Lanes)_mm256_cvtph_ps(bits);
+#elif defined(__ARM_NEON)
+  float16x4_t parts[2];
+  memcpy(parts, halves, sizeof parts);
+  float32x4_t wide[2] = {vcvt_f32_f16(parts[0]), vcvt_f32_f16(parts[1])};
+  Lanes lanes;
+  memcpy(&lanes, wide, sizeof lanes);
+  return lanes;
+#else
+  // Shifted into place, a float16 is a float32 whose exponent is 112 too small, subnormals included.
+  HalfLanes bits;
+  memcpy(&bits, halves, sizeof bits);
+  const WordLanes wide = __builtin_convertvector(bits, WordLanes);
+  const Lanes magnitude = (Lanes)((wide & 0x7fff) << 13) * all(0x1p112f);
+  return (Lanes)((WordLanes)magnitude | (wide & 0x8000) << 16);
+#endif
+}
+
+// The exact integer products of one group of a block with up to kTile rows. `add` is called with group data prepared once
+// and shared by all rows of the tile.
+
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+
+inline __m256i quad(const int8_t* values) {
+  int32_t bits;
+  memcpy(&bits, values, sizeof bits);
+  return _mm256_set1_epi32(bits);
+}
+
+template <int kRows>
+inline void group_q4(const uint8_t* packed, const Row* rows, int64_t group, IntLanes* products) {
+  const __m256i low = _mm256_set1_epi8(15);
+  __m256i sums[kRows];
+  for (int r = 0; r < kRows; ++r) sums[r] = _mm256_set1_epi32(-8 * rows[r].sums[group]);
+  for (int j = 0; j < 4; ++j) {
+    const __m256i bytes = _mm256_loadu_si256((const __m256i*)(packed + 32 * j));
+    const __m256i first = _mm256_and_si256(bytes, low);
+    const __m256i second = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low);
+    for (int r = 0; r < kRows; ++r) {
+      const int8_t* values = rows[r].values + group * kGroup + 8 * j;
+      sums[r] = _mm256_dpbusd_epi32(sums[r], first, quad(values));
+      sums[r] = _mm256_dpbusd_epi32(sums[r], second, quad(values + 4));
+    }
+  }
+  for (int r = 0; r < kRows; ++r) products[r] = (IntLanes)sums[r];
+}
+
+template <int kRows>
+inline void group_q8(const uint8_t* bytes, const Row* rows, int64_t group, IntLanes* products) {
+  const __m256i flip = _mm256_set1_epi8(-128);
+  __m256i sums[kRows];
+  for (int r = 0; r < kRows; ++r) sums[r] = _mm256_set1_epi32(-128 * rows[r].sums[group]);
+  for (int j = 0; j < 8; ++j) {
+    const __m256i weights = _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)(bytes + 32 * j)), flip);
+    for (int r = 0; r < kRows; ++r)
+      sums[r] = _mm256_dpbusd_epi32(sums[r], weights, quad(rows[r].values + group * kGroup + 4 * j));
+  }
+  for (int r = 0; r < kRows; ++r) products[r] = (IntLanes)sums[r];
+}
+
+#elif defined(__AVX2__)
+
+inline __m256i quad(const int8_t* values) {
+  int32_t bits;
+  memcpy(&bits, values, sizeof bits);
+  return _mm256_set1_epi32(bits);
+}
+
+template <int kRows>
+inline void group_q4(const uint8_t* packed, const Row* rows, int64_t group, IntLanes* products) {
+  // Eight products of pairs are at most 8 * 2 * 15 * 127 = 30,480: they add up in 16 bits.
+  const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+  __m256i sums[kRows];
+  for (int r = 0; r < kRows; ++r) sums[r] = _mm256_setzero_si256();
+  for (int j = 0; j < 4; ++j) {
+    const __m256i bytes = _mm256_loadu_si256((const __m256i*)(packed + 32 * j));
+    const __m256i first = _mm256_and_si256(bytes, low);
+    const __m256i second = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low);
+    for (int r = 0; r < kRows; ++r) {
+      const int8_t* values = rows[r].values + group * kGroup + 8 * j;
+      sums[r] = _mm256_add_epi16(sums[r], _mm256_maddubs_epi16(first, quad(values)));
+      sums[r] = _mm256_add_epi16(sums[r], _mm256_maddubs_epi16(second, quad(values + 4)));
+    }
+  }
+  for (int r = 0; r < kRows; ++r)
+    products[r] = (IntLanes)_mm256_sub_epi32(_mm256_madd_epi16(sums[r], ones),
+                                             _mm256_set1_epi32(8 * rows[r].sums[group]));
+}
+
+template <int kRows>
+inline void group_q8(const uint8_t* bytes, const Row* rows, int64_t group, IntLanes* products) {
+  // maddubs wants one operand without sign: the weight's sign moves to the activation.
+  const __m256i ones = _mm256_set1_epi16(1);
+  __m256i sums[kRows];
+  for (int r = 0; r < kRows; ++r) sums[r] = _mm256_setzero_si256();
+  for (int j = 0; j < 8; ++j) {
+    const __m256i weights = _mm256_loadu_si256((const __m256i*)(bytes + 32 * j));
+    const __m256i magnitude = _mm256_abs_epi8(weights);
+    for (int r = 0; r < kRows; ++r) {
+      const __m256i values = _mm256_sign_epi8(quad(rows[r].values + group * kGroup + 4 * j), weights);
+      sums[r] = _mm256_add_epi32(sums[r], _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, values), ones));
+    }
+  }
+  for (int r = 0; r < kRows; ++r) products[r] = (IntLanes)sums[r];
+}
+
+#elif defined(__ARM_FEATURE_DOTPROD)
+
+struct Sums {
+  int32x4_t rows_0_to_3, rows_4_to_7;
+};
+
+inline IntLanes joined(Sums sums) {
+  IntLanes lanes;
+  memcpy(&lanes, &sums, sizeof lanes);
+  return lanes;
+}
+
+template <int kLane>
+inline void add_quad(Sums& sums, int8x16_t first, int8x16_t second, int8x16_t values) {
+  sums.rows_0_to_3 = vdotq_laneq_s32(sums.rows_0_to_3, first, values, kLane);
+  sums.rows_4_to_7 = vdotq_laneq_s32(sums.rows_4_to_7, second, values, kLane);
+}
+
+template <int kRows, int kJ>
+inline void add_packed(const uint8_t* packed, const Row* rows, int64_t group, Sums* sums) {
+  const uint8x16_t low = vdupq_n_u8(15);
+  const uint8x16_t first = vld1q_u8(packed + 32 * kJ), second = vld1q_u8(packed + 32 * kJ + 16);
+  for (int r = 0; r < kRows; ++r) {
+    const int8x16_t values = vld1q_s8(rows[r].values + group * kGroup + 16 * (kJ / 2));
+    add_quad<2 * (kJ % 2)>(sums[r], vreinterpretq_s8_u8(vandq_u8(first, low)),
+                           vreinterpretq_s8_u8(vandq_u8(second, low)), values);
+    add_quad<2 * (kJ % 2) + 1>(sums[r], vreinterpretq_s8_u8(vshrq_n_u8(first, 4)),
+                               vreinterpretq_s8_u8(vshrq_n_u8(second, 4)), values);
+  }
+}
+
+template <int kRows>
+inline void group_q4(const uint8_t* packed, const Row* rows, int64_t group, IntLanes* products) {
+  Sums sums[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    const int32x4_t bias = vdupq_n_s32(-8 * rows[r].sums[group]);
+    sums[r] = {bias, bias};
+  }
+  add_packed<kRows, 0>(packed, rows, group, sums);
+  add_packed<kRows, 1>(packed, rows, group, sums);
+  add_packed<kRows, 2>(packed, rows, group, sums);
+  add_packed<kRows, 3>(packed, rows, group, sums);
+  for (int r = 0; r < kRows; ++r) products[r] = joined(sums[r]);
+}
+
+template <int kRows, int kJ>
+inline void add_bytes(const uint8_t* bytes, const Row* rows, int64_t group, Sums* sums) {
+  const int8x16_t first = vreinterpretq_s8_u8(vld1q_u8(bytes + 32 * kJ));
+  const int8x16_t second = vreinterpretq_s8_u8(vld1q_u8(bytes + 32 * kJ + 16));
+  for (int r = 0; r < kRows; ++r)
+    add_quad<kJ % 4>(sums[r], first, second, vld1q_s8(rows[r].values + group * kGroup + 16 * (kJ / 4)));
+}
+
+template <int kRows>
+inline void group_q8(const uint8_t* bytes, const Row* rows, int64_t group, IntLanes* products) {
+  Sums sums[kRows];
+  for (int r = 0; r < kRows; ++r) sums[r] = {vdupq_n_s32(0), vdupq_n_s32(0)};
+  add_bytes<kRows, 0>(bytes, rows, group, sums);
+  add_bytes<kRows, 1>(bytes, rows, group, sums);
+  add_bytes<kRows, 2>(bytes, rows, group, sums);
+  add_bytes<kRows, 3>(bytes, rows, group, sums);
+  add_bytes<kRows, 4>(bytes, rows, group, sums);
+  add_bytes<kRows, 5>(bytes, rows, group, sums);
+  add_bytes<kRows, 6>(bytes, rows, group, sums);
+  add_bytes<kRows, 7>(bytes, rows, group, sums);
+  for (int r = 0; r < kRows; ++r) products[r] = joined(sums[r]);
+}
+
+#else
+
+inline int32_t quad_product(const int8_t* weights, const int8_t* values) {
+  return weights[0] * values[0] + weights[1] * values[1] + weights[2] * values[2] + weights[3] * values[3];
+}
+
+template <int kRows>
+inline void group_q4(const uint8_t* packed, const Row* rows, int64_t group, IntLanes* products) {
+  int8_t weights[kBlock * kGroup];
+  for (int j = 0; j < 4; ++j)
+    for (int byte = 0; byte < 32; ++byte) {
+      weights[64 * j + byte] = (int8_t)(packed[32 * j + byte] & 15) - 8;
+      weights[64 * j + 32 + byte] = (int8_t)(packed[32 * j + byte] >> 4) - 8;
+    }
+  for (int r = 0; r < kRows; ++r)
+    for (int row = 0; row < kBlock; ++row) {
+      int32_t total = 0;
+      for (int j = 0; j < 8; ++j)
+        total += quad_product(weights + 32 * j + 4 * row, rows[r].values + group * kGroup + 4 * j);
+      products[r][row] = total;
+    }
+}
+
+template <int kRows>
+inline void group_q8(const uint8_t* bytes, const Row* rows, int64_t group, IntLanes* products) {
+  for (int r = 0; r < kRows; ++r)
+    for (int row = 0; row < kBlock; ++row) {
+      int32_t total = 0;
+      for (int j = 0; j < 8; ++j)
+        total += quad_product((const int8_t*)bytes + 32 * j + 4 * row, rows[r].values + group * kGroup + 4 * j);
+      products[r][row] = total;
+    }
+}
+
+#endif
+
+// Weights times activations
+
+template <Format kFormat, int kRows>
+void multiply_quantised(const void* weights, const uint16_t* scales, int64_t inputs, const Row* rows, float* out) {
+  constexpr int64_t kBytes = kFormat == Format::kQ4 ? kBlock * kGroup / 2 : kBlock * kGroup;
+  constexpr int64_t kLine = 64, kAhead = 2048;
+  const uint8_t* block = (const uint8_t*)weights;
+  const int64_t groups = (inputs + kGroup - 1) / kGroup;
+  Lanes totals[kRows];
+  for (int r = 0; r < kRows; ++r) totals[r] = all(0.0f);
+  for (int64_t group = 0; group < groups; ++group, block += kBytes, scales += kBlock) {
+    // The hardware's own read-ahead stops at the end of a page.
+    for (int64_t line = 0; line < kBytes; line += kLine) __builtin_prefetch(block + kAhead + line);
+    IntLanes products[kRows];
+    if (kFormat == Format::kQ4) {
+      group_q4<kRows>(block, rows, group, products);
+    } else {
+      group_q8<kRows>(block, rows, group, products);
+    }
+    const Lanes own = widen_halves(scales);
+    for (int r = 0; r < kRows; ++r)
+      totals[r] = fma(__builtin_convertvector(products[r], Lanes), own * all(rows[r].scales[group]), totals[r]);
+  }
+  for (int r = 0; r < kRows; ++r) store(out + r * kBlock, totals[r]);
+}
+
+template <typename T, int kRows>
+void multiply_floats(const T* weights, int64_t inputs, int64_t height, const Row* rows, float* out) {
+  for (int64_t row = 0; row < height; ++row, weights += inputs) {
+    Lanes totals[kRows][2];
+    for (int r = 0; r < kRows; ++r) totals[r][0] = totals[r][1] = all(0.0f);
+    int64_t i = 0;
+    for (; i + 2 * kLanes <= inputs; i += 2 * kLanes) {
+      const Lanes first = load(weights + i), second = load(weights + i + kLanes);
+      for (int r = 0; r < kRows; ++r) {
+        totals[r][0] = fma(load(rows[r].floats + i), first, totals[r][0]);
+        totals[r][1] = fma(load(rows[r].floats + i + kLanes), second, totals[r][1]);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      float total = sum(totals[r][0] + totals[r][1]);
+      for (int64_t rest = i; rest < inputs; ++rest) total += rows[r].floats[rest] * value_of(weights[rest]);
+      out[r * kBlock + row] = total;
+    }
+  }
+}
+
+template <int kRows>
+void multiply_rows(Format format, const void* block, const uint16_t* scales, int64_t inputs, int64_t height,
+                   const Row* rows, float* out) {
+  switch (format) {
+    case Format::kQ4:
+      return multiply_quantised<Format::kQ4, kRows>(block, scales, inputs, rows, out);
+    case Format::kQ8:
+      return multiply_quantised<Format::kQ8, kRows>(block, scales, inputs, rows, out);
+    case Format::kFloat32:
+      return multiply_floats<float, kRows>((const float*)block, inputs, height, rows, out);
+    case Format::kBFloat16:
+      return multiply_floats<BFloat16, kRows>((const BFloat16*)block, inputs, height, rows, out);
+  }
+}
+
+void multiply(Format format, const void* block, const uint16_t* scales, int64_t inputs, int64_t height, const Row* rows,
+              int64_t tile, float* out) {
+  switch (tile) {
+    case 1:
+      return multiply_rows<1>(format, block, scales, inputs, height, rows, out);
+    case 2:
+      return multiply_rows<2>(format, block, scales, inputs, height, rows, out);
+    case 3:
+      return multiply_rows<3>(format, block, scales, inputs, height, rows, out);
+    default:
+      return multiply_rows<4>(format, block, scales, inputs, height, rows, out);
+  }
+}
+
+// Attention
+
+template <typename T>
+inline float dot(const float* query, const T* key, int64_t size) {
+  Lanes totals[2] = {all(0.0f), all(0.0f)};
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= size; i += 2 * kLanes) {
+    totals[0] = fma(load(query + i), load(key + i), totals[0]);
+    totals[1] = fma(load(query + i + kLanes), load(key + i + kLanes), totals[1]);
+  }
+  for (; i + kLanes <= size; i += kLanes) totals[0] = fma(load(query + i), load(key + i), totals[0]);
+  float total = sum(totals[0] + totals[1]);
+  for (; i < size; ++i) total += query[i] * value_of(key[i]);
+  return total;
+}
+
+// mixed[0 .. width) += weights . values, for `kWide` times eight columns kept in registers.
+template <int kWide, typename T>
+inline void mix_columns(const float* weights, const T* values, int64_t positions, int64_t stride, float* mixed) {
+  Lanes totals[kWide];
+  for (int i = 0; i < kWide; ++i) totals[i] = load(mixed + i * kLanes);
+  for (int64_t position = 0; position < positions; ++position, values += stride)
+    for (int i = 0; i < kWide; ++i) totals[i] = fma(all(weights[position]), load(values + i * kLanes), totals[i]);
+  for (int i = 0; i < kWide; ++i) store(mixed + i * kLanes, totals[i]);
+}
+
+template <typename T>
+inline void mix(const float* weights, const T* values, int64_t positions, int64_t size, float* mixed) {
+  int64_t column = 0;
+  for (; column + 8 * kLanes <= size; column += 8 * kLanes)
+    mix_columns<8>(weights, values + column, positions, size, mixed + column);
+  for (; column + kLanes <= size; column += kLanes)
+    mix_columns<1>(weights, values + column, positions, size, mixed + column);
+  for (; column < size; ++column)
+    for (int64_t position = 0; position < positions; ++position)
+      mixed[column] += weights[position] * value_of(values[position * size + column]);
+}
+
+// Turns the scores of one query into e^(score - largest), padded with zeros to whole lanes.
+inline void soften(float* scores, int64_t positions, float* most, float* total) {
+  const int64_t padded = (positions + kLanes - 1) / kLanes * kLanes;
+  float found = scores[0];
+  for (int64_t i = 1; i < positions; ++i) found = scores[i] > found ? scores[i] : found;
+  for (int64_t i = positions; i < padded; ++i) scores[i] = -1e30f;
+  Lanes totals = all(0.0f);
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    const Lanes powers = exp_of(load(scores + i) - all(found));
+    store(scores + i, powers);
+    totals += powers;
+  }
+  *most = found;
+  *total = sum(totals);
+}
+
+template <typename T>
+void attend_typed(const Span& span) {
+  const T* keys = (const T*)span.keys;
+  const T* values = (const T*)span.values;
+  alignas(32) float scores[kSpan];
+  for (int64_t query = 0; query < span.count; ++query) {
+    for (int64_t position = 0; position < span.positions; ++position) {
+      const float score = dot(span.queries + query * span.head_dim, keys + position * span.head_dim, span.head_dim);
+      scores[position] = span.key_scales ? score * span.key_scales[position] : score;
+    }
+    soften(scores, span.positions, span.largest + query, span.total + query);
+    if (span.value_scales)
+      for (int64_t position = 0; position < span.positions; ++position) scores[position] *= span.value_scales[position];
+    float* mixed = span.mixed + query * span.head_dim;
+    for (int64_t i = 0; i < span.head_dim; ++i) mixed[i] = 0.0f;
+    mix(scores, values, span.positions, span.head_dim, mixed);
+  }
+}
+
+void attend(CacheType type, const Span& span) {
+  if (type == CacheType::kFloat32) return attend_typed<float>(span);
+  if (type == CacheType::kBFloat16) return attend_typed<BFloat16>(span);
+  attend_typed<int8_t>(span);
+}
+
+}  // namespace
+
+#define KESTREL_NAME_(name) #name
+#define KESTREL_NAME(name) KESTREL_NAME_(name)
+#define KESTREL_JOIN_(a, b) a##b
+#define KESTREL_JOIN(a, b) KESTREL_JOIN_(a, b)
+
+namespace kestrel {
+
+extern const Variant KESTREL_JOIN(variant_, KESTREL_VARIANT);
+const Variant KESTREL_JOIN(variant_, KESTREL_VARIANT) = {KESTREL_NAME(KESTREL_VARIANT), quantise, multiply, attend};
+
+}  // namespace kestrel

@@ -1,0 +1,60 @@
+// What each instruction-set variant of the kernels offers. `variant.cc` is compiled once per variant; `ffi.cc` chooses one
+// at run time.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace kestrel {
+
+constexpr int64_t kGroup = 32;   // inputs that share a scale
+constexpr int64_t kBlock = 8;    // output rows stored together
+constexpr int64_t kTile = 4;     // activation rows that read a block of weights at once
+constexpr int64_t kSpan = 256;   // cached positions whose attention is computed in one piece
+
+enum class Format { kQ4, kQ8, kFloat32, kBFloat16 };
+enum class CacheType { kFloat32, kBFloat16, kInt8 };
+
+// One activation row: `floats` [inputs], and for quantised weights `values` [groups * 32], `scales` [groups] and `sums`
+// [groups] of the values.
+struct Row {
+  const float* floats;
+  const int8_t* values;
+  const float* scales;
+  const int32_t* sums;
+};
+
+// One piece of attention: the queries of one key/value head over up to kSpan positions. Arrays of positions are dense:
+// keys and values [positions, head_dim], scales [positions] where the cache is int8.
+struct Span {
+  const float* queries;  // [queries, head_dim], scaled
+  int64_t count;         // queries
+  int64_t head_dim;
+  const void* keys;
+  const void* values;
+  const float* key_scales;
+  const float* value_scales;
+  int64_t positions;
+  float* largest;  // [queries]: the largest score
+  float* total;    // [queries]: the sum of e^(score - largest)
+  float* mixed;    // [queries, head_dim]: the sum of e^(score - largest) * value
+};
+
+struct Variant {
+  const char* name;
+
+  // Quantises `groups` groups of a row: scale = max|x| / 127, value = round(x / scale), ties to even. A group with a value
+  // that is not finite gets a scale of NaN.
+  void (*quantise)(const float* row, int64_t groups, int8_t* values, float* scales, int32_t* sums);
+
+  // out[tile][8] = one block of weights times up to kTile rows, in an order that does not depend on the number of rows.
+  // Quantised: one fused multiply-add per group, in order, on the exact integer product. Float: the block holds `height`
+  // rows of `inputs` numbers; 16 running sums per output.
+  void (*multiply)(Format format, const void* block, const uint16_t* scales, int64_t inputs, int64_t height,
+                   const Row* rows, int64_t tile, float* out);
+
+  // Attention of a span's queries to its positions, in the order of the positions.
+  void (*attend)(CacheType type, const Span& span);
+};
+
+}  // namespace kestrel

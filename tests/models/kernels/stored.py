@@ -1,0 +1,27 @@
+"""Random weights and activations for the kernel tests."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from models.kernels.ops import no_scale
+from models.kernels.reference import BLOCK, GROUP
+
+FORMATS = ("q4", "q8", "float32", "bfloat16")
+
+
+def random_weight(random: np.random.Generator, format: str, outputs: int, inputs: int, stack: tuple[int, ...] = ()):
+    """A stored weight and its scale; quantised ones with every value that the format has."""
+    if format in ("float32", "bfloat16"):
+        values = random.standard_normal((*stack, outputs, inputs), np.float32)
+        return jnp.asarray(values, jnp.dtype(format)), no_scale()
+    blocks, groups = -(-outputs // BLOCK), -(-inputs // GROUP)
+    shape = (*stack, blocks, groups)
+    scale = random.uniform(0.001, 0.1, (*shape, BLOCK)).astype(np.float16)
+    if format == "q4":
+        return jnp.asarray(random.integers(0, 256, (*shape, 128), np.uint8)), jnp.asarray(scale)
+    return jnp.asarray(random.integers(-127, 128, (*shape, 256), np.int8)), jnp.asarray(scale)
+
+
+def random_rows(random: np.random.Generator, *shape: int) -> np.ndarray:
+    """Activations of very different sizes."""
+    return (random.standard_normal(shape) * np.exp(random.standard_normal((*shape[:-1], 1)))).astype(np.float32)
