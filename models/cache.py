@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from models.config import TextConfig
+
+CacheType = Literal["float32", "bfloat16", "int8"]
+CACHE_TYPES: tuple[CacheType, ...] = ("float32", "bfloat16", "int8")
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of every layer, float32 `[batch, kv_heads, capacity, head_dim]`, and the tokens held per row,
-    int32 `[batch]`. Layers are separate arrays because XLA on CPU copies every slice of a stacked one."""
+    """Keys and values of every layer, `[batch, kv_heads, capacity, head_dim]`, and the tokens held per row, int32
+    `[batch]`.
 
-    keys: tuple[Float[Array, "batch kv_heads capacity head_dim"], ...]
-    values: tuple[Float[Array, "batch kv_heads capacity head_dim"], ...]
+    They are float32, bfloat16 or int8; int8 ones stand for `value * scale` with a float32 scale per token and head,
+    `[batch, kv_heads, capacity]`, the largest magnitude / 127. Layers are separate arrays because XLA on CPU copies
+    every slice of a stacked one.
+    """
+
+    keys: tuple[Num[Array, "batch kv_heads capacity head_dim"], ...]
+    values: tuple[Num[Array, "batch kv_heads capacity head_dim"], ...]
+    key_scales: tuple[Float[Array, "batch kv_heads capacity"], ...]
+    value_scales: tuple[Float[Array, "batch kv_heads capacity"], ...]
     length: Int[Array, " batch"]
 
     @property
@@ -33,36 +45,57 @@ class KVCache:
         values: Float[Array, "batch kv_heads length head_dim"],
     ) -> KVCache:
         """Writes the new tokens of one layer behind each row's length, which stays as it is until `advance`."""
-        return replace(
-            self,
-            keys=_replaced(self.keys, layer, _write(self.keys[layer], keys, self.length)),
-            values=_replaced(self.values, layer, _write(self.values[layer], values, self.length)),
-        )
+        keys, key_scales = _written(self.keys, self.key_scales, layer, keys, self.length)
+        values, value_scales = _written(self.values, self.value_scales, layer, values, self.length)
+        return replace(self, keys=keys, values=values, key_scales=key_scales, value_scales=value_scales)
+
+    def layer(self, index: int) -> tuple[Array, Array, Array, tuple[Array, ...]]:
+        """Keys, values, the tokens held before what `store` wrote last, and the scales if there are any."""
+        scales = (self.key_scales[index], self.value_scales[index]) if self.key_scales else ()
+        return self.keys[index], self.values[index], self.length, scales
 
     def advance(self, tokens: Int[Array, " batch"]) -> KVCache:
         """Counts `tokens` more tokens per row; what `store` wrote behind them is overwritten by the next chunk."""
         return replace(self, length=self.length + tokens)
 
 
-def empty_cache(config: TextConfig, batch: int, capacity: int) -> KVCache:
+def empty_cache(config: TextConfig, batch: int, capacity: int, dtype: CacheType) -> KVCache:
     """A cache of zeros with room for `capacity` tokens in each of `batch` rows."""
     shape = (batch, config.kv_heads, capacity, config.head_dim)
+
     # Every array is its own buffer, because the jitted steps take the cache over (donation).
+    def layers(make: Callable[[], Array]) -> tuple[Array, ...]:
+        return tuple(make() for _ in range(config.layers))
+
+    scaled = dtype == "int8"
     return KVCache(
-        keys=tuple(jnp.zeros(shape, jnp.float32) for _ in range(config.layers)),
-        values=tuple(jnp.zeros(shape, jnp.float32) for _ in range(config.layers)),
+        keys=layers(lambda: jnp.zeros(shape, dtype)),
+        values=layers(lambda: jnp.zeros(shape, dtype)),
+        key_scales=layers(lambda: jnp.zeros(shape[:3])) if scaled else (),
+        value_scales=layers(lambda: jnp.zeros(shape[:3])) if scaled else (),
         length=jnp.zeros(batch, jnp.int32),
     )
 
 
 def grow_cache(cache: KVCache, capacity: int) -> KVCache:
     """The same cache with room for `capacity` tokens."""
-    pad = ((0, 0), (0, 0), (0, capacity - cache.capacity), (0, 0))
-    return replace(
-        cache,
-        keys=tuple(jnp.pad(keys, pad) for keys in cache.keys),
-        values=tuple(jnp.pad(values, pad) for values in cache.values),
-    )
+
+    def grown(array: Array) -> Array:
+        return jnp.pad(array, [(0, capacity - cache.capacity if axis == 2 else 0) for axis in range(array.ndim)])
+
+    return replace(jax.tree.map(grown, replace(cache, length=None)), length=cache.length)
+
+
+def _written(
+    arrays: tuple[Array, ...], scales: tuple[Array, ...], layer: int, new: Array, start: Array
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Arrays and scales with one layer's new keys or values behind `start`."""
+    if scales:
+        largest = jnp.max(jnp.abs(new), axis=-1)
+        scale = largest / 127
+        new = jnp.round(new * jnp.where(largest > 0, 127 / jnp.where(largest > 0, largest, 1), 0)[..., None])
+        scales = _replaced(scales, layer, _write(scales[layer], scale, start))
+    return _replaced(arrays, layer, _write(arrays[layer], new.astype(arrays[layer].dtype), start)), scales
 
 
 def _replaced(arrays: tuple[Array, ...], index: int, array: Array) -> tuple[Array, ...]:
@@ -70,11 +103,12 @@ def _replaced(arrays: tuple[Array, ...], index: int, array: Array) -> tuple[Arra
 
 
 def _write(
-    cache: Float[Array, "batch kv_heads capacity head_dim"],
-    new: Float[Array, "batch kv_heads length head_dim"],
+    cache: Num[Array, "batch kv_heads capacity *rest"],
+    new: Num[Array, "batch kv_heads length *rest"],
     start: Int[Array, " batch"],
-) -> Float[Array, "batch kv_heads capacity head_dim"]:
+) -> Num[Array, "batch kv_heads capacity *rest"]:
     """A slice update per row: unlike a batched scatter it happens in place on the CPU."""
     for row in range(new.shape[0]):
-        cache = jax.lax.dynamic_update_slice(cache, new[row : row + 1], (row, 0, start[row], 0))
+        place = (row, 0, start[row], 0)[: cache.ndim]
+        cache = jax.lax.dynamic_update_slice(cache, new[row : row + 1], place)
     return cache

@@ -8,10 +8,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from models.cache import CACHE_TYPES
 from models.errors import KestrelError
 from models.generation import Step
 from models.images import open_image
 from models.model import LoadedModel, load
+from models.quantisation import SCHEMES
 from models.sampling import SamplingParams
 
 
@@ -20,6 +22,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("prompt", help="the question")
     parser.add_argument("--model", default="tiny-vl", help="a checkpoint folder, tiny-vl, tiny-moe, or a preset")
     parser.add_argument("--weights", choices=["random"], help="random weights, for a preset")
+    parser.add_argument("--quant", choices=sorted(SCHEMES), help="quantise the weights; without: as they are stored")
+    parser.add_argument("--kv", choices=CACHE_TYPES, help="how keys and values are kept")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="how matrices are kept")
     parser.add_argument("--image", type=Path, action="append", default=[], metavar="FILE", help="may be repeated")
     parser.add_argument("--system", help="a system message")
@@ -84,6 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         model = load(
             options.model,
+            quant=options.quant,
+            kv=options.kv,
             dtype=options.dtype,
             weights=options.weights,
             max_context=options.max_context,

@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from models.cache import KVCache, empty_cache, grow_cache
+from models.cache import CacheType, KVCache, empty_cache, grow_cache
 from models.compilation import CompiledStep
 from models.config import ModelConfig
 from models.network import Network, VisualTokens
@@ -101,8 +101,11 @@ def frame_bucket(patches: int) -> int:
 class Inference:
     """The jitted steps of one network. The parameters are flattened once, so that a call passes a flat list."""
 
-    def __init__(self, network: Network, config: ModelConfig, switches: Switches) -> None:
+    def __init__(
+        self, network: Network, config: ModelConfig, switches: Switches, cache_type: CacheType = "float32"
+    ) -> None:
         self.config = config
+        self.cache_type = cache_type
         self.switches = switches
         self._graph, state = nnx.split(network)
         self._leaves, self._structure = jax.tree.flatten(state)
@@ -111,13 +114,16 @@ class Inference:
         self._score = CompiledStep(self._score_chunk, donate=(1,))
         self._decode = CompiledStep(self._decode_token, donate=(1, 2))
         self._sample = CompiledStep(sample, donate=(1,))
-        self._empty = CompiledStep(lambda capacity: empty_cache(config.text, 1, capacity), static=(0,))
+        self._empty = CompiledStep(self._empty_cache, static=(0, 1))
         self._grow = CompiledStep(grow_cache, static=(1,))
 
     @property
     def network(self) -> Network:
         """The network itself, outside jit."""
         return self._network(self._leaves)
+
+    def _empty_cache(self, batch: int, capacity: int) -> KVCache:
+        return empty_cache(self.config.text, batch, capacity, self.cache_type)
 
     # The pure functions that are compiled; the network is rebuilt from its leaves at trace time.
 
@@ -190,10 +196,10 @@ class Inference:
         tokens = count // vision.merge**2
         return VisualFeatures(np.asarray(embeddings)[0, :tokens], np.asarray(deepstack)[:, 0, :tokens])
 
-    def empty_cache(self, tokens: int) -> KVCache:
-        """A cache for one sequence with room for at least `tokens`."""
-        capacity = capacity_for(tokens)
-        return self._empty(capacity, capacity)
+    def empty_cache(self, tokens: int, batch: int = 1) -> KVCache:
+        """A cache for `batch` sequences with room for at least `tokens` each."""
+        shape = (batch, capacity_for(tokens))
+        return self._empty(shape, *shape)
 
     def grow(self, cache: KVCache) -> KVCache:
         """The cache with the next larger capacity."""
@@ -252,8 +258,8 @@ class Inference:
     def decode(
         self, cache: KVCache, state: SamplingState, token: Array, delta: np.ndarray
     ) -> tuple[Sampled, KVCache, SamplingState]:
-        """Takes `token` int32 `[1]` into the cache and chooses the next; `delta` int32 `[1]` is the rope delta."""
-        return self._decode(cache.capacity, self._leaves, cache, state, token, delta)
+        """Takes `token` int32 `[batch]` into the cache and chooses the next; `delta` `[batch]` is the rope delta."""
+        return self._decode((*token.shape, cache.capacity), self._leaves, cache, state, token, delta)
 
     def compile(
         self, context: int, image_tokens: int, state: SamplingState, progress: Callable[[int, int], None] | None
@@ -280,9 +286,9 @@ class Inference:
                 (bucket, capacity), self._leaves, self._abstract_cache(capacity), *arguments
             )
         for capacity in sizes:
-            yield lambda capacity=capacity: self._empty.compile(capacity, capacity)
+            yield lambda capacity=capacity: self._empty.compile((1, capacity), 1, capacity)
             yield lambda capacity=capacity: self._decode.compile(
-                capacity, self._leaves, self._abstract_cache(capacity), state, token, delta
+                (1, capacity), self._leaves, self._abstract_cache(capacity), state, token, delta
             )
         for capacity in sizes[:-1]:
             yield lambda capacity=capacity: self._grow.compile(capacity, self._abstract_cache(capacity), 2 * capacity)
@@ -305,4 +311,4 @@ class Inference:
             yield lambda bucket=bucket, arguments=arguments: self._encode.compile(bucket, self._leaves, *arguments)
 
     def _abstract_cache(self, capacity: int) -> KVCache:
-        return jax.eval_shape(lambda: empty_cache(self.config.text, 1, capacity))
+        return jax.eval_shape(lambda: self._empty_cache(1, capacity))

@@ -6,37 +6,89 @@ created as zeros: networks are built abstractly (`nnx.eval_shape`) and filled by
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from models.kernels import ops
+from models.quantisation import Format, stored_shapes
 
-class Linear(nnx.Module):
-    """`y = x W^T + b`. The one place where a stored weight meets an activation: a weight may be stored in a narrower
-    type than the activations and is widened here."""
+# Up to this many rows a product is computed row by row, in an order that does not depend on the others: these are the
+# decode steps of a batch. Beyond it, float weights take XLA's matrix product, which is faster there.
+DECODE_ROWS = 32
+
+
+class StoredMatrix:
+    """Mixin of a module with a matrix `weight` `[outputs, inputs]`, kept as floats or quantised: then `weight` holds
+    its blocks and `scale` their scales (`models.quantisation`), and `size` the matrix's shape."""
+
+    weight: nnx.Param
+    scale: nnx.Param | None
+    size: tuple[int, int]
+
+    def _keep(self, outputs: int, inputs: int) -> None:
+        self.weight = nnx.Param(jnp.zeros((outputs, inputs)))
+        self.scale = nnx.data(None)
+        self.size = (outputs, inputs)
+
+    def store_as(self, format: Format) -> None:
+        """Makes room for the matrix in a quantised format instead of floats."""
+        blocks, scales = stored_shapes(self.size, format)
+        self.weight = nnx.Param(jnp.zeros(blocks, jnp.uint8 if format == "q4" else jnp.int8))
+        self.scale = nnx.Param(jnp.zeros(scales, jnp.float16))
+
+    def stored(self) -> ops.Weight:
+        """Weight and scale as the kernels take them."""
+        return self.weight[...], ops.no_scale() if self.scale is None else self.scale[...]
+
+
+def products(x: Float[Array, "*batch inputs"], *matrices: StoredMatrix) -> list[Float[Array, "*batch outputs"]]:
+    """`x W^T` for matrices that share their input, which is then quantised only once."""
+    rows = math.prod(x.shape[:-1])
+    if rows > DECODE_ROWS and all(matrix.scale is None for matrix in matrices):
+        return [jnp.einsum("...i,oi->...o", x, matrix.weight[...].astype(x.dtype)) for matrix in matrices]
+    flat = ops.matmul(
+        x.reshape(rows, x.shape[-1]), [matrix.stored() for matrix in matrices], [matrix.size[0] for matrix in matrices]
+    )
+    return [product.reshape(*x.shape[:-1], -1) for product in flat]
+
+
+class Linear(StoredMatrix, nnx.Module):
+    """`y = x W^T + b`. With `Embedding` and the experts the one place where a stored weight meets an activation."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
-        self.weight = nnx.Param(jnp.zeros((outputs, inputs)))
+        self._keep(outputs, inputs)
         self.bias = nnx.Param(jnp.zeros(outputs)) if bias else None
 
     def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
-        y = jnp.einsum("...i,oi->...o", x, self.weight[...].astype(x.dtype))
-        return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)
+        return project(x, self)[0]
 
 
-class Embedding(nnx.Module):
+def project(x: Float[Array, "*batch inputs"], *layers: Linear) -> list[Float[Array, "*batch outputs"]]:
+    """Several linear layers on the same input."""
+    return [
+        y if layer.bias is None else y + jnp.broadcast_to(layer.bias[...], y.shape)
+        for y, layer in zip(products(x, *layers), layers, strict=True)
+    ]
+
+
+class Embedding(StoredMatrix, nnx.Module):
     """A table of rows `[rows, hidden]`, read by index."""
 
     def __init__(self, rows: int, hidden: int) -> None:
-        self.weight = nnx.Param(jnp.zeros((rows, hidden)))
+        self._keep(rows, hidden)
 
     def __call__(self, index: Int[Array, "*batch"]) -> Float[Array, "*batch hidden"]:
-        return self.weight[...][index].astype(jnp.float32)
+        if self.scale is None:
+            return self.weight[...][index].astype(jnp.float32)
+        return ops.table_rows(self.stored(), index)[..., : self.size[1]]
 
     def attend(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch rows"]:
         """The product with every row: the head of a model with tied embeddings."""
-        return jnp.einsum("...h,rh->...r", x, self.weight[...].astype(x.dtype))
+        return products(x, self)[0]
 
 
 class RMSNorm(nnx.Module):
@@ -74,4 +126,5 @@ class GatedMLP(nnx.Module):
         self.down_proj = Linear(intermediate, hidden)
 
     def __call__(self, x: Float[Array, "batch length hidden"]) -> Float[Array, "batch length hidden"]:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = project(x, self.gate_proj, self.up_proj)
+        return self.down_proj(jax.nn.silu(gate) * up)

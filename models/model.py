@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from models.cache import CACHE_TYPES, CacheType
 from models.chat_template import ChatTemplate, default_chat_template
 from models.checkpoint import Checkpoint, read_json_object
 from models.compilation import enable_persistent_cache
@@ -21,12 +22,13 @@ from models.inference import Inference, VisualFeatures, plan_chunks
 from models.positions import Grid, rope_positions
 from models.presets import EOS_TOKENS, PRESETS, preset
 from models.prompt import Prompt, PromptBuilder
+from models.quantisation import Scheme, find_scheme
 from models.qwen_vocabulary import QWEN_VOCABULARY, qwen_tokenizer
 from models.sampling import SamplingParams, check_bias, start_sampling
 from models.switches import Switches
 from models.text_stream import TextStream
 from models.tokenizer import Tokenizer
-from models.weights import load_network, random_network
+from models.weights import load_network, random_network, stored_scheme
 
 PRETRAINED = Path(__file__).parent / "pretrained"
 DEFAULT_CONTEXT = 4096  # tokens of prompt and answer, where neither the caller nor the model sets less
@@ -35,10 +37,11 @@ Visual = tuple[np.ndarray, Grid]
 
 def load(
     path_or_preset: str | Path,
-    quant: None = None,
+    quant: str | None = None,
     dtype: str = "float32",
     weights: str | None = None,
     *,
+    kv: CacheType | None = None,
     max_context: int | None = None,
     max_image_tokens: int = 1280,
     switches: Switches | None = None,
@@ -46,15 +49,19 @@ def load(
     """Opens a model: a Hugging Face folder, a model of this repository by name ("tiny-vl"), or a published shape
     ("qwen3-vl-2b") with `weights="random"`.
 
-    `dtype` is how matrices are kept, "float32" or "bfloat16"; activations are float32. `max_context` limits prompt and
-    answer together, by default to 4096 tokens or what the model was made for; `max_image_tokens` limits each picture.
+    `quant` is how matrices are quantised, "q4", "q4-head-q8" or "q8" (`models.quantisation`); None takes them as they
+    are stored. Others are kept in `dtype`, "float32" or "bfloat16"; activations are float32. `kv` is the cache's
+    type, "float32", "bfloat16" or "int8"; by default int8 with quantised weights, else float32.
+    `max_context` limits prompt and answer together, by default to 4096 tokens or what the model was made for;
+    `max_image_tokens` limits each picture.
 
     Raises:
         ConfigError: an argument or `config.json` asks for something that does not exist.
         CheckpointError: the folder does not hold what its configuration promises.
     """
-    if quant is not None:
-        raise ConfigError(f"quant must be None: weights are kept as float32 or bfloat16, found {quant!r}")
+    scheme = None if quant is None else find_scheme(quant)
+    if kv not in (None, *CACHE_TYPES):
+        raise ConfigError(f"kv must be one of {', '.join(CACHE_TYPES)}, found {kv!r}")
     if weights not in (None, "random"):
         raise ConfigError(f"weights must be None (read the folder's) or 'random', found {weights!r}")
     enable_persistent_cache()
@@ -66,20 +73,31 @@ def load(
             f"'{path_or_preset}' is a shape without weights: pass weights='random' or a checkpoint folder"
         )
     if weights == "random":
-        network = random_network(config, dtype, switches)
+        network = random_network(config, dtype, switches, scheme=scheme)
     else:
-        network = load_network(Checkpoint.open(folder), config, dtype, switches)
+        checkpoint = Checkpoint.open(folder)
+        scheme = _agreed_scheme(checkpoint, scheme)
+        network = load_network(checkpoint, config, dtype, switches, scheme)
+    kv = kv or ("float32" if scheme is None else "int8")
     processor = None if config.vision is None else ImageProcessor.from_folder(folder, max_image_tokens)
     return LoadedModel(
         name=Path(path_or_preset).name,
         config=config,
-        inference=Inference(network, config, switches),
+        inference=Inference(network, config, switches, kv),
         text=_open_text(folder, config, processor),
         max_context=_context(config, max_context),
         max_image_tokens=0 if processor is None else processor.max_tokens,
         end_tokens=_end_tokens(folder),
         default_sampling=_default_sampling(folder),
     )
+
+
+def _agreed_scheme(checkpoint: Checkpoint, wanted: Scheme | None) -> Scheme | None:
+    """How the weights of a checkpoint will be quantised: as they are stored, else as they are wanted."""
+    stored = stored_scheme(checkpoint)
+    if stored is not None and wanted not in (None, stored):
+        raise ConfigError(f"{checkpoint.folder} holds {stored.name} weights; they cannot become {wanted.name}")
+    return stored or wanted
 
 
 def find_folder(path_or_preset: str | Path) -> Path | None:

@@ -8,16 +8,33 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from models.config import MoeConfig
-from models.layers import Linear
+from models.kernels import ops
+from models.layers import DECODE_ROWS, Linear
+from models.quantisation import Format, stored_shapes
 
 
 class Experts(nnx.Module):
     """The weights of all experts, stacked: gate and up `[experts, 2 * intermediate, hidden]` (gate first), down
-    `[experts, hidden, intermediate]`."""
+    `[experts, hidden, intermediate]`; quantised, their blocks and scales (`models.quantisation`)."""
 
     def __init__(self, config: MoeConfig, hidden: int) -> None:
         self.gate_up_proj = nnx.Param(jnp.zeros((config.experts, 2 * config.intermediate, hidden)))
         self.down_proj = nnx.Param(jnp.zeros((config.experts, hidden, config.intermediate)))
+        self.gate_up_proj_scale: nnx.Param | None = nnx.data(None)
+        self.down_proj_scale: nnx.Param | None = nnx.data(None)
+        self.intermediate = config.intermediate
+
+    def store_as(self, format: Format) -> None:
+        """Makes room for the matrices in a quantised format instead of floats."""
+        dtype = jnp.uint8 if format == "q4" else jnp.int8
+        for name in ("gate_up_proj", "down_proj"):
+            blocks, scales = stored_shapes(getattr(self, name).get_value().shape, format)
+            setattr(self, name, nnx.Param(jnp.zeros(blocks, dtype)))
+            setattr(self, f"{name}_scale", nnx.Param(jnp.zeros(scales, jnp.float16)))
+
+    @property
+    def quantised(self) -> bool:
+        return self.gate_up_proj_scale is not None
 
     def chosen(
         self,
@@ -25,16 +42,17 @@ class Experts(nnx.Module):
         experts: Int[Array, "tokens top_k"],
         shares: Float[Array, "tokens top_k"],
     ) -> Float[Array, "tokens hidden"]:
-        """Reads only the chosen experts: right for few tokens, because the read weights are copied."""
-        gate_up = self.gate_up_proj[...][experts].astype(x.dtype)
-        gate, up = jnp.split(jnp.einsum("th,tkih->tki", x, gate_up), 2, axis=-1)
-        down = self.down_proj[...][experts].astype(x.dtype)
-        return jnp.einsum("tki,tkhi,tk->th", jax.nn.silu(gate) * up, down, shares)
+        """Reads only the chosen experts."""
+        scales = [
+            ops.no_scale() if scale is None else scale[...] for scale in (self.gate_up_proj_scale, self.down_proj_scale)
+        ]
+        gate_up, down = (self.gate_up_proj[...], scales[0]), (self.down_proj[...], scales[1])
+        return ops.experts(x, experts, shares, gate_up, down, self.intermediate)
 
     def all(
         self, x: Float[Array, "tokens hidden"], shares: Float[Array, "tokens experts"]
     ) -> Float[Array, "tokens hidden"]:
-        """Runs every expert on every token, with a share of 0 where it was not chosen: right for many tokens."""
+        """Runs every expert on every token, with a share of 0 where it was not chosen; floats only. Can be trained."""
 
         def add_expert(
             total: Float[Array, "tokens hidden"], expert: tuple[Array, Array, Array]
@@ -58,7 +76,7 @@ class MoeBlock(nnx.Module):
     def __call__(self, x: Float[Array, "batch length hidden"]) -> Float[Array, "batch length hidden"]:
         tokens = x.reshape(-1, x.shape[-1])
         shares, experts = self.route(tokens)
-        if experts.size <= self.config.experts:
+        if self.experts.quantised or tokens.shape[0] <= DECODE_ROWS:
             mixed = self.experts.chosen(tokens, experts, shares)
         else:
             rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]

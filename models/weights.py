@@ -19,47 +19,131 @@ from tqdm import tqdm
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig, VisionConfig
 from models.errors import CheckpointError, ConfigError
+from models.layers import StoredMatrix
+from models.moe import Experts
 from models.network import Network
+from models.quantisation import GROUP, SCHEMES, Scheme, quantise, scale_name
 from models.switches import Switches
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 RANDOM_BLOCK = 1_000_003  # a prime: repeated blocks of random numbers never line up with a row
 EMBEDDING_SCALE = 0.02
+UNIFORM_SPREAD = {"q4": 4.6, "q8": 73.3}  # the standard deviation of a format's whole numbers, all equally likely
+QUANTISED_DTYPES = (np.dtype(np.uint8), np.dtype(np.int8), np.dtype(np.float16))
+FLOAT32 = np.dtype(np.float32)
 
 # Reads the value of the parameter at a dotted path of the network, given its shape and dtype.
 Source = Callable[[str, jax.ShapeDtypeStruct], np.ndarray]
 
 
-def load_network(checkpoint: Checkpoint, config: ModelConfig, dtype: str, switches: Switches) -> Network:
+def load_network(
+    checkpoint: Checkpoint, config: ModelConfig, dtype: str, switches: Switches, scheme: Scheme | None = None
+) -> Network:
     """The network with the weights of `checkpoint`; matrices are kept in `dtype`, norms and biases in float32.
+
+    With a `scheme` matrices are kept quantised. Those of a checkpoint that was converted with it are arrays over its
+    mapped file; those of any other are quantised as they are read.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape than the configuration gives it, or belongs to no part.
     """
     read = _CheckpointSource(checkpoint, config)
-    network = fill_network(config, dtype, switches, read)
+    source: Source = read
+    if scheme is not None and not stored_scheme(checkpoint):
+        source = _QuantisingSource(read, _abstract_parameters(config, switches, None), scheme)
+    network = fill_network(config, dtype, switches, source, scheme)
     read.refuse_leftovers()
     return network
 
 
-def random_network(config: ModelConfig, dtype: str, switches: Switches, seed: int = 0) -> Network:
+def stored_scheme(checkpoint: Checkpoint) -> Scheme | None:
+    """The scheme that the checkpoint was converted with; None for float weights.
+
+    Raises:
+        CheckpointError: it was quantised in some other way.
+    """
+    entry = checkpoint.config.get("quantization_config")
+    if entry is None:
+        return None
+    scheme = SCHEMES.get(str(entry.get("scheme"))) if isinstance(entry, dict) else None
+    if scheme is None or entry != scheme.config_entry():
+        raise CheckpointError(
+            f"{checkpoint.folder / 'config.json'}: its quantization_config {entry!r} is none that can be read; use the "
+            "float weights, or what python -m models.convert makes of them"
+        )
+    return scheme
+
+
+def random_network(
+    config: ModelConfig, dtype: str, switches: Switches, seed: int = 0, scheme: Scheme | None = None
+) -> Network:
     """The network with random weights of a sensible scale, the same for the same seed."""
-    return fill_network(config, dtype, switches, lambda path, like: _random_value(path, like, seed))
+    return fill_network(config, dtype, switches, lambda path, like: _random_value(path, like, seed, scheme), scheme)
 
 
-def fill_network(config: ModelConfig, dtype: str, switches: Switches, source: Source) -> Network:
+def fill_network(
+    config: ModelConfig, dtype: str, switches: Switches, source: Source, scheme: Scheme | None = None
+) -> Network:
     """Builds the network parameter by parameter, so that no more than one tensor is held twice."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
-    graph, state = nnx.split(nnx.eval_shape(lambda: Network(config, switches)))
-    parameters = nnx.to_flat_state(state)
+    graph, state = nnx.split(_abstract_network(config, switches, scheme))
     filled = []
-    for path, parameter in tqdm(parameters, desc="weights", unit="tensor", delay=1, leave=False):
+    for path, parameter in tqdm(nnx.to_flat_state(state), desc="weights", unit="tensor", delay=1, leave=False):
         abstract = parameter.get_value()
-        like = jax.ShapeDtypeStruct(abstract.shape, DTYPES[dtype] if abstract.ndim > 1 else jnp.float32)
-        value = source(".".join(map(str, path)), like)
-        filled.append((path, parameter.replace(jax.device_put(np.ascontiguousarray(value.astype(like.dtype))))))
+        kept = DTYPES[dtype] if abstract.ndim > 1 and abstract.dtype == jnp.float32 else abstract.dtype
+        value = source(".".join(map(str, path)), jax.ShapeDtypeStruct(abstract.shape, kept))
+        value = np.ascontiguousarray(value.astype(kept, copy=False))
+        filled.append((path, parameter.replace(jax.device_put(value))))
     return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def _abstract_network(config: ModelConfig, switches: Switches, scheme: Scheme | None) -> Network:
+    """The network's structure, with matrices in the formats of `scheme`."""
+
+    def build() -> Network:
+        network = Network(config, switches)
+        for path, module in nnx.iter_modules(network):
+            if scheme is not None and isinstance(module, (StoredMatrix, Experts)):
+                format = scheme.format_of(".".join(map(str, (*path, "weight"))))
+                if format is not None:
+                    module.store_as(format)
+        return network
+
+    return nnx.eval_shape(build)
+
+
+def _abstract_parameters(
+    config: ModelConfig, switches: Switches, scheme: Scheme | None
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every parameter by its dotted path."""
+    state = nnx.state(_abstract_network(config, switches, scheme))
+    return {".".join(map(str, path)): parameter.get_value() for path, parameter in nnx.to_flat_state(state)}
+
+
+class _QuantisingSource:
+    """Quantises what another source reads. A matrix and its scale are asked for separately but made together, so the
+    last one is kept until both have been taken."""
+
+    def __init__(self, read: Source, floats: dict[str, jax.ShapeDtypeStruct], scheme: Scheme) -> None:
+        self.read = read
+        self.floats = floats
+        self.scheme = scheme
+        self.pending: dict[str, np.ndarray] = {}
+
+    def __call__(self, path: str, like: jax.ShapeDtypeStruct) -> np.ndarray:
+        if path not in self.pending:
+            matrix = path if path in self.floats else self._matrix_of(path)
+            format = self.scheme.format_of(matrix)
+            if format is None:
+                return self.read(path, like)
+            value = self.read(matrix, jax.ShapeDtypeStruct(self.floats[matrix].shape, jnp.float32))
+            quantised = quantise(value, format, matrix)
+            self.pending = {matrix: quantised.weight, scale_name(matrix): quantised.scale}
+        return self.pending.pop(path)
+
+    def _matrix_of(self, scale: str) -> str:
+        return next(path for path in self.floats if scale_name(path) == scale)
 
 
 def published_name(path: str, config: ModelConfig) -> str:
@@ -91,20 +175,19 @@ class _CheckpointSource:
                 f"{self.checkpoint.folder}: tensor 'lm_head.weight' is missing, but config.json does not tie the head "
                 "to the embeddings (tie_word_embeddings)"
             )
-        return self._tensor(name, like.shape)
+        return self._tensor(name, like.shape, like.dtype)
 
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    def _tensor(self, name: str, shape: tuple[int, ...], dtype: np.dtype = FLOAT32) -> np.ndarray:
         if name not in self.checkpoint.names():
             raise CheckpointError(f"{self.checkpoint.folder}: tensor '{name}' {shape} is missing")
         found = self.checkpoint.shape(name)
         if found != shape:
             file = self.checkpoint.file(name)
             raise CheckpointError(f"{file}: tensor '{name}' has shape {found}; config.json makes it {shape}")
-        if not jnp.issubdtype(self.checkpoint.dtype(name), jnp.floating):
-            raise CheckpointError(
-                f"{self.checkpoint.file(name)}: tensor '{name}' is {self.checkpoint.dtype(name)}; "
-                "weights are float32, float16 or bfloat16"
-            )
+        stored = self.checkpoint.dtype(name)
+        if dtype != stored if dtype in QUANTISED_DTYPES else not jnp.issubdtype(stored, jnp.floating):
+            wanted = dtype.name if dtype in QUANTISED_DTYPES else "float32, float16 or bfloat16"
+            raise CheckpointError(f"{self.checkpoint.file(name)}: tensor '{name}' is {stored}; it should be {wanted}")
         self.unread.discard(name)
         return self.checkpoint.read(name)
 
@@ -113,6 +196,8 @@ class _CheckpointSource:
 
         transformers 5 saves fused experts as `[experts, out, in]`, and reads them so where the shape allows both.
         """
+        if like.dtype in QUANTISED_DTYPES:
+            return self._tensor(name, like.shape, like.dtype)
         experts, rows, columns = like.shape
         if name in self.checkpoint.names():
             if self.checkpoint.shape(name) == like.shape:
@@ -146,15 +231,29 @@ def _convolution_shape(vision: VisionConfig) -> tuple[int, ...]:
     return (vision.hidden, vision.channels, vision.temporal_patch, vision.patch, vision.patch)
 
 
-def _random_value(path: str, like: jax.ShapeDtypeStruct, seed: int) -> np.ndarray:
+def _random_value(path: str, like: jax.ShapeDtypeStruct, seed: int, scheme: Scheme | None) -> np.ndarray:
     if path.endswith("bias"):
         return np.zeros(like.shape, np.float32)
     if len(like.shape) == 1:
         return np.ones(like.shape, np.float32)
-    scale = EMBEDDING_SCALE if "embed" in path else like.shape[-1] ** -0.5
     random = np.random.default_rng([seed, zlib.crc32(path.encode())])
-    block = random.standard_normal(min(math.prod(like.shape), RANDOM_BLOCK), np.float32) * np.float32(scale)
+    size = min(math.prod(like.shape), RANDOM_BLOCK)
+    if like.dtype == jnp.uint8:
+        block = random.integers(0, 256, size, np.uint8)
+    elif like.dtype == jnp.int8:
+        block = random.integers(-127, 128, size, np.int8)
+    elif like.dtype == jnp.float16:
+        matrix = f"{path.removesuffix('.scale')}.weight".removesuffix("_scale.weight")
+        scale = _random_scale(path, like.shape[-2] * GROUP) / UNIFORM_SPREAD[scheme.format_of(matrix)]
+        return np.full(like.shape, scale, np.float16)
+    else:
+        block = random.standard_normal(size, np.float32) * np.float32(_random_scale(path, like.shape[-1]))
     return np.resize(block.astype(like.dtype), like.shape)
+
+
+def _random_scale(path: str, inputs: int) -> float:
+    """The standard deviation of random weights."""
+    return EMBEDDING_SCALE if "embed" in path else inputs**-0.5
 
 
 def save_weights(network: Network, config: ModelConfig, folder: Path, dtype: str) -> None:

@@ -27,6 +27,8 @@ def load(settings: Settings) -> models.LoadedModel:
     """Loads and compiles the model; runs on the engine thread."""
     model = models.load(
         settings.model,
+        quant=settings.quant,
+        kv=settings.kv,
         dtype=settings.dtype,
         weights=settings.weights,
         max_context=settings.max_context,

@@ -1,7 +1,7 @@
 """Loads the compiled kernels and registers them with XLA, once per process.
 
-`KESTREL_KERNELS` chooses: `auto` (the default: the compiled library with the best variant this CPU runs), a variant's name
-(`portable`, `avx2`, ...), or `reference` (plain JAX).
+`KESTREL_KERNELS` chooses: `auto` (the default: the compiled library with the best variant this CPU runs), a variant's
+name (`portable`, `avx2`, ...), or `reference` (plain JAX).
 """
 
 from __future__ import annotations

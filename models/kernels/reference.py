@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-GROUP = 32  # inputs that share a scale
-BLOCK = 8  # output rows stored together
+from models.quantisation import GROUP
+from models.quantisation import ROWS as BLOCK
 
 Weight = tuple[Num[Array, "..."], Float[Array, "..."]]
 
@@ -74,7 +74,8 @@ def experts(
     down: Weight,
     intermediate: int,
 ) -> Float[Array, "tokens hidden"]:
-    """The mixture of the chosen experts. Every expert runs on every token, with a share of 0 where it was not chosen."""
+    """The mixture of the chosen experts. Every expert runs on every token, with a share of 0 where it was not
+    chosen."""
     tokens, hidden = x.shape
     count = gate_up[0].shape[0]
     rows = jnp.arange(tokens, dtype=jnp.int32)[:, None]
@@ -99,8 +100,10 @@ def attention(
     first: Int[Array, " batch"],
     scales: Sequence[Float[Array, "batch kv_heads capacity"]],
 ) -> Float[Array, "batch length width"]:
-    """Attention of query `i` of a row to its positions `0 .. first + i`; float32, scale `head_dim ** -0.5`. `scales` are
-    those of the keys and values of an int8 cache, else none."""
+    """Attention of query `i` of a row to its positions `0 .. first + i`; float32, scale `head_dim ** -0.5`.
+
+    `scales` are those of the keys and values of an int8 cache, else none.
+    """
     batch, length, heads, head_dim = queries.shape
     keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
     if scales:

@@ -1,0 +1,58 @@
+"""Decoding several sequences together gives each of them, bit for bit, the logits it has alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models
+from models.cache import KVCache, empty_cache
+from models.model import PRETRAINED, read_config
+from models.network import Network
+
+CAPACITY = 256
+STEPS = 4
+LENGTHS = (1, 3, 9, 17, 40, 64, 100, 130)
+
+
+def stacked(caches: list[KVCache]) -> KVCache:
+    """One cache with a row per sequence."""
+    return jax.tree.map(lambda *rows: jnp.concatenate(rows), *caches)
+
+
+def decode(network: Network, cache: KVCache, tokens: np.ndarray) -> tuple[jax.Array, KVCache]:
+    """Logits `[batch, vocab]` after one more token per row."""
+    positions = jnp.broadcast_to(cache.length[None, :, None], (3, len(tokens), 1))
+    hidden, cache = network(jnp.asarray(tokens)[:, None], positions, cache, None)
+    return network.logits(hidden[:, 0]), cache.advance(jnp.ones(len(tokens), jnp.int32))
+
+
+def prefill(network: Network, cache: KVCache, tokens: np.ndarray) -> KVCache:
+    """The cache with a prompt in it."""
+    length = len(tokens)
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (3, 1, length))
+    _, cache = network(jnp.asarray(tokens)[None], positions, cache, None)
+    return cache.advance(jnp.full(1, length, jnp.int32))
+
+
+@pytest.mark.parametrize("name", ["tiny-vl", "tiny-moe"])
+@pytest.mark.parametrize("quant", [None, "q8", "q4"])
+def test_rows_decoded_together_equal_rows_decoded_alone(name, quant):
+    model = models.load(name, quant=quant)
+    network = model._inference.network
+    text = read_config(PRETRAINED / name).text
+    random = np.random.default_rng(0)
+    kv = "float32" if quant is None else "int8"
+    prompts = [random.integers(0, text.vocab, length, np.int32) for length in LENGTHS]
+    step = jax.jit(lambda cache, tokens: decode(network, cache, tokens))
+    alone = [prefill(network, empty_cache(text, 1, CAPACITY, kv), prompt) for prompt in prompts]
+    order = random.permutation(len(prompts))
+    together = stacked([alone[row] for row in order])
+    for _ in range(STEPS):
+        tokens = random.integers(0, text.vocab, len(prompts), np.int32)
+        logits, together = step(together, tokens[order])
+        for slot, row in enumerate(order):
+            own, alone[row] = step(alone[row], tokens[row : row + 1])
+            np.testing.assert_array_equal(own[0], logits[slot], err_msg=f"row of length {LENGTHS[row]}")
+            for kept, shared in zip(jax.tree.leaves(alone[row]), jax.tree.leaves(together), strict=True):
+                np.testing.assert_array_equal(kept[0], shared[slot])
