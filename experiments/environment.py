@@ -12,12 +12,14 @@ from typing import Any
 
 import psutil
 
+from models.kernels.library import active_variant
+
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "pillow", "tokenizers")
-SETTINGS = ("XLA_FLAGS", "JAX_PLATFORMS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+SETTINGS = ("KESTREL_KERNELS", "XLA_FLAGS", "JAX_PLATFORMS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def environment() -> dict[str, Any]:
-    """Processor, memory, load, versions, settings and the commit of the working tree."""
+    """Processor, memory, load, versions, kernel variant, settings and the commit of the working tree."""
     return {
         "cpu": _cpu_name(),
         "architecture": platform.machine(),
@@ -27,6 +29,7 @@ def environment() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "kernels": active_variant() or "plain JAX",
         "settings": {name: os.environ[name] for name in SETTINGS if name in os.environ},
         "commit": _commit(),
     }

@@ -25,3 +25,11 @@ def random_weight(random: np.random.Generator, format: str, outputs: int, inputs
 def random_rows(random: np.random.Generator, *shape: int) -> np.ndarray:
     """Activations of very different sizes."""
     return (random.standard_normal(shape) * np.exp(random.standard_normal((*shape[:-1], 1)))).astype(np.float32)
+
+
+def random_cache(random: np.random.Generator, dtype: str, shape: tuple[int, ...]):
+    """Keys or values and, for int8, their scales."""
+    if dtype == "int8":
+        scale = random.uniform(0.005, 0.02, shape[:-1]).astype(np.float32)
+        return jnp.asarray(random.integers(-127, 128, shape, np.int8)), (jnp.asarray(scale),)
+    return jnp.asarray(random.standard_normal(shape), jnp.dtype(dtype)), ()

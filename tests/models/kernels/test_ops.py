@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from models.kernels import ops, reference
-from tests.models.kernels.stored import FORMATS, random_rows, random_weight
+from tests.models.kernels.stored import FORMATS, random_cache, random_rows, random_weight
 
 SHAPES = ((8, 32), (1, 1), (24, 96), (7, 33), (40, 2048), (130, 70))
 
@@ -87,14 +87,6 @@ def test_experts_equal_the_reference(variant, format, hidden, intermediate):
         one = slice(token, token + 1)
         alone = ops.experts(x[one], ids[one], shares[one], gate_up, down, intermediate)
         np.testing.assert_array_equal(alone[0], found[token])
-
-
-def random_cache(random: np.random.Generator, dtype: str, shape: tuple[int, ...]):
-    """Keys or values and, for int8, their scales."""
-    if dtype == "int8":
-        scale = random.uniform(0.005, 0.02, shape[:-1]).astype(np.float32)
-        return jnp.asarray(random.integers(-127, 128, shape, np.int8)), (jnp.asarray(scale),)
-    return jnp.asarray(random.standard_normal(shape), jnp.dtype(dtype)), ()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])

@@ -1,0 +1,76 @@
+"""Calls the kernels of the library named on the command line with random shapes, in every variant: run by
+test_sanitizer.py under AddressSanitizer.
+
+Arguments are numpy arrays of exactly the right size in memory of their own, so that a step outside one is noticed.
+"""
+
+import ctypes
+import sys
+from unittest import mock
+
+import numpy as np
+
+
+def main(library: str) -> None:
+    """Makes some hundred calls with each variant."""
+    with mock.patch("models.kernels.library.build", return_value=library):
+        from models.kernels.library import active_variant, choose_variant, runnable_variants
+
+        active_variant()
+    calls = 0
+    for variant in runnable_variants():
+        choose_variant(variant)
+        random = np.random.default_rng(0)
+        for _ in range(40):
+            for call in (call_matmul, call_experts, call_attention):
+                call(random)
+                calls += 1
+    print(calls, "calls")
+
+
+def call_matmul(random: np.random.Generator) -> None:
+    """A product with one or two weights."""
+    from models.kernels import ops
+    from tests.models.kernels.stored import FORMATS, random_rows, random_weight
+
+    inputs, rows = int(random.integers(1, 200)), int(random.integers(1, 10))
+    sizes = random.integers(1, 70, int(random.integers(1, 3))).tolist()
+    format = str(random.choice(FORMATS))
+    weights = [random_weight(random, format, size, inputs) for size in sizes]
+    for result in ops.matmul(random_rows(random, rows, inputs), weights, sizes):
+        np.asarray(result)
+
+
+def call_experts(random: np.random.Generator) -> None:
+    """A mixture of experts."""
+    from models.kernels import ops
+    from tests.models.kernels.stored import FORMATS, random_rows, random_weight
+
+    hidden, intermediate, experts, tokens = (int(random.integers(1, high)) for high in (90, 50, 6, 8))
+    top_k = int(random.integers(1, experts + 1))
+    format = str(random.choice(FORMATS))
+    gate_up = random_weight(random, format, 2 * intermediate, hidden, (experts,))
+    down = random_weight(random, format, hidden, intermediate, (experts,))
+    ids = np.array([random.permutation(experts)[:top_k] for _ in range(tokens)], np.int32)
+    shares = random.uniform(size=(tokens, top_k)).astype(np.float32)
+    np.asarray(ops.experts(random_rows(random, tokens, hidden), ids, shares, gate_up, down, intermediate))
+
+
+def call_attention(random: np.random.Generator) -> None:
+    """Attention over caches of every type."""
+    from models.kernels import ops
+    from tests.models.kernels.stored import random_cache, random_rows
+
+    batch, length, kv_heads, group, head_dim, held = (int(random.integers(1, high)) for high in (4, 4, 3, 4, 80, 600))
+    dtype = str(random.choice(["float32", "bfloat16", "int8"]))
+    shape = (batch, kv_heads, held + length, head_dim)
+    keys, key_scales = random_cache(random, dtype, shape)
+    values, value_scales = random_cache(random, dtype, shape)
+    first = random.integers(0, held + 1, batch).astype(np.int32)
+    queries = random_rows(random, batch, length, kv_heads * group, head_dim)
+    np.asarray(ops.attention(queries, keys, values, first, (*key_scales, *value_scales)))
+
+
+if __name__ == "__main__":
+    ctypes.CDLL(sys.argv[1])
+    main(sys.argv[1])
