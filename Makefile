@@ -1,4 +1,4 @@
-# Set-up happens on first use and again only when requirements.txt changes.
+# Set-up happens on first use and again only when the requirements change.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -10,11 +10,14 @@ ARGS ?=
 
 setup: $(READY)
 
-$(READY): requirements.txt
+$(READY): requirements.txt requirements-compiler.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "$(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r requirements.txt
+	@{ test -n "$$CXX" || command -v c++ || command -v g++ || command -v clang++; } >/dev/null || \
+	  $(VENV)/bin/pip install --quiet --disable-pip-version-check -r requirements-compiler.txt
+	@$(RUN) -m models.kernels || echo "the models will run in plain JAX, slowly" >&2
 	@touch $@
 
 serve: $(READY)

@@ -1,4 +1,4 @@
-"""Compiles the kernels for the machine at hand: `python -m models.kernels.build`.
+"""Compiles the kernels for the machine at hand.
 
 The library is kept under a name made of its sources, flags, compiler and JAX's headers, so that nothing is compiled
 twice and nothing stale is ever loaded. One library holds every instruction-set variant of its architecture.
@@ -105,10 +105,3 @@ def _run(command: list[str]) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise KernelError(f"the kernels do not compile: {shlex.join(command)}\n{result.stderr.strip()}")
-
-
-if __name__ == "__main__":
-    try:
-        print(build())
-    except KernelError as error:
-        sys.exit(f"error: {error}")

@@ -34,6 +34,7 @@ namespace {
 std::vector<const Variant*> runnable_variants() {
   std::vector<const Variant*> found;
 #if defined(__x86_64__)
+  __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (avx2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512vnni"))
