@@ -130,6 +130,12 @@ def dequantise(matrix: QuantisedMatrix, outputs: int, inputs: int) -> np.ndarray
     return values.reshape(*experts, blocks * ROWS, groups * GROUP)[..., :outputs, :inputs]
 
 
+def require_finite(values: np.ndarray, name: str) -> None:
+    """Raises CheckpointError, with a message that begins with `name`, if a value is infinite or not a number."""
+    if not np.isfinite(values).all():
+        raise CheckpointError(f"{name} holds values that are infinite or not a number; such weights cannot be used")
+
+
 def _coding(format: str) -> _Coding:
     if format not in CODINGS:
         raise ConfigError(f"the weight format must be one of {', '.join(CODINGS)}, found {format!r}")
@@ -151,8 +157,8 @@ def _by_group(rows: np.ndarray) -> np.ndarray:
 def _quantise_groups(values: np.ndarray, coding: _Coding, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Whole numbers `[32, blocks, 8, groups]`, as float32, and their float16 scales `[blocks, groups, 8]`."""
     highest, lowest = values.max(axis=0), values.min(axis=0)
-    if not (np.isfinite(highest).all() and np.isfinite(lowest).all()):
-        raise CheckpointError(f"{name} holds values that are infinite or not a number; such weights cannot be used")
+    for bound in (highest, lowest):  # infinite or NaN if any value is
+        require_finite(bound, name)
     extreme = np.where(highest >= -lowest, highest, lowest)
     if not coding.signed:
         extreme = np.abs(extreme)
