@@ -1,5 +1,9 @@
 """Decoding several sequences together gives each of them, bit for bit, the logits it has alone."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,9 +54,35 @@ def test_rows_decoded_together_equal_rows_decoded_alone(name, quant):
     together = stacked([alone[row] for row in order])
     for _ in range(STEPS):
         tokens = random.integers(0, text.vocab, len(prompts), np.int32)
+        again, _ = step(together, tokens[order])
         logits, together = step(together, tokens[order])
+        np.testing.assert_array_equal(again, logits)
         for slot, row in enumerate(order):
             own, alone[row] = step(alone[row], tokens[row : row + 1])
             np.testing.assert_array_equal(own[0], logits[slot], err_msg=f"row of length {LENGTHS[row]}")
             for kept, shared in zip(jax.tree.leaves(alone[row]), jax.tree.leaves(together), strict=True):
                 np.testing.assert_array_equal(kept[0], shared[slot])
+
+
+DIGEST = """
+import hashlib, os, sys
+os.sched_setaffinity(0, set(list(os.sched_getaffinity(0))[: int(sys.argv[1])]))
+import models
+steps = models.load("tiny-vl", quant=sys.argv[2] or None, kv="int8").generate(
+    list(range(300, 400)), max_tokens=30, ignore_eos=True, sampling=models.SamplingParams(top_logprobs=20)
+)
+told = [(step.token_id, step.logprob.hex(), step.margin.hex()) for step in steps]
+print(hashlib.sha256(repr(told).encode()).hexdigest())
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.parametrize("quant", ["", "q4"])
+def test_the_number_of_threads_changes_nothing(quant):
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", DIGEST, threads, quant], capture_output=True, text=True, check=True
+        ).stdout
+        for threads in ("1", "2")
+    }
+    assert len(digests) == 1
