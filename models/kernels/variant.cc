@@ -66,16 +66,19 @@ inline Lanes widen_halves(const uint16_t* halves) {
 #endif
 }
 
-// The exact integer products of one group of a block with up to kTile rows. `add` is called with group data prepared once
-// and shared by all rows of the tile.
+// The exact integer products of one group of a block with up to kTile rows; what is unpacked of the weights is shared by
+// the rows.
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-
+#if defined(__AVX2__)
+// Four activations, in every lane.
 inline __m256i quad(const int8_t* values) {
   int32_t bits;
   memcpy(&bits, values, sizeof bits);
   return _mm256_set1_epi32(bits);
 }
+#endif
+
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
 
 template <int kRows>
 inline void group_q4(const uint8_t* packed, const Row* rows, int64_t group, IntLanes* products) {
@@ -109,12 +112,6 @@ inline void group_q8(const uint8_t* bytes, const Row* rows, int64_t group, IntLa
 }
 
 #elif defined(__AVX2__)
-
-inline __m256i quad(const int8_t* values) {
-  int32_t bits;
-  memcpy(&bits, values, sizeof bits);
-  return _mm256_set1_epi32(bits);
-}
 
 template <int kRows>
 inline void group_q4(const uint8_t* packed, const Row* rows, int64_t group, IntLanes* products) {
