@@ -4,18 +4,19 @@ test_sanitizer.py under AddressSanitizer.
 Arguments are numpy arrays of exactly the right size in memory of their own, so that a step outside one is noticed.
 """
 
-import ctypes
 import sys
 from unittest import mock
 
 import numpy as np
 
+from models.kernels import ops
+from models.kernels.library import active_variant, choose_variant, runnable_variants
+from tests.models.kernels.stored import FORMATS, random_cache, random_rows, random_weight
+
 
 def main(library: str) -> None:
     """Makes some hundred calls with each variant."""
     with mock.patch("models.kernels.library.build", return_value=library):
-        from models.kernels.library import active_variant, choose_variant, runnable_variants
-
         active_variant()
     calls = 0
     for variant in runnable_variants():
@@ -30,9 +31,6 @@ def main(library: str) -> None:
 
 def call_matmul(random: np.random.Generator) -> None:
     """A product with one or two weights."""
-    from models.kernels import ops
-    from tests.models.kernels.stored import FORMATS, random_rows, random_weight
-
     inputs, rows = int(random.integers(1, 200)), int(random.integers(1, 10))
     sizes = random.integers(1, 70, int(random.integers(1, 3))).tolist()
     format = str(random.choice(FORMATS))
@@ -43,9 +41,6 @@ def call_matmul(random: np.random.Generator) -> None:
 
 def call_experts(random: np.random.Generator) -> None:
     """A mixture of experts."""
-    from models.kernels import ops
-    from tests.models.kernels.stored import FORMATS, random_rows, random_weight
-
     hidden, intermediate, experts, tokens = (int(random.integers(1, high)) for high in (90, 50, 6, 8))
     top_k = int(random.integers(1, experts + 1))
     format = str(random.choice(FORMATS))
@@ -58,9 +53,6 @@ def call_experts(random: np.random.Generator) -> None:
 
 def call_attention(random: np.random.Generator) -> None:
     """Attention over caches of every type."""
-    from models.kernels import ops
-    from tests.models.kernels.stored import random_cache, random_rows
-
     batch, length, kv_heads, group, head_dim, held = (int(random.integers(1, high)) for high in (4, 4, 3, 4, 80, 600))
     dtype = str(random.choice(["float32", "bfloat16", "int8"]))
     shape = (batch, kv_heads, held + length, head_dim)
@@ -72,5 +64,4 @@ def call_attention(random: np.random.Generator) -> None:
 
 
 if __name__ == "__main__":
-    ctypes.CDLL(sys.argv[1])
     main(sys.argv[1])
