@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from random import Random
 
+import jax
 import numpy as np
+from PIL import Image
 from tokenizers import Tokenizer
 
-from experiments.tiny_pictures import cells
+from experiments.tiny_pictures import Scene, cells, scene
 from experiments.tiny_tasks import Message, Task, held_out, with_system
 from models.config import ModelConfig
 from models.images import ImageProcessor, VisionInput
@@ -20,36 +22,47 @@ from models.vision import patch_layout
 TOKENS_PER_BATCH = 1536
 TEXT_LENGTHS = (32, 64, 96, 160)
 PICTURE_LENGTHS = (64, 96, 176)
+PICTURES_PER_BATCH = 48  # where there is no text
+FULL_WEIGHT = 10  # tokens of an answer whose every token counts fully
 LEAST_WEIGHT = 0.3  # of a token of a long answer
 MOST_PATCHES = 100  # of a picture after the small models' own preprocessing
 
 
 @dataclass(frozen=True)
 class Example:
-    """One conversation: ids `[length]`, the weight of predicting each next token `[length]`, its pictures, and what
-    lies under each visual token of theirs."""
+    """One conversation: ids `[length]`, the weight of predicting each next token `[length]`, and its pictures."""
 
     ids: np.ndarray
     weights: np.ndarray
-    pictures: tuple[VisionInput, ...]
-    cells: tuple[list[int], ...]
+    pictures: tuple[Image.Image, ...]
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures padded to one shape: `patches` and its layout are `[pictures, patches, ...]`; `cells`
+    `[pictures, tokens, 3]` tells kind, colour and place under each visual token (`tiny_pictures.cells`), -1 for
+    padding."""
+
+    patches: np.ndarray
+    layout: tuple[np.ndarray, ...]
+    cells: np.ndarray
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Examples padded to one shape. `patches` and its layout are `[pictures, patches, ...]`; `visual_index`
-    `[rows, length]` gives each placeholder's row among all visual tokens of the batch, -1 for text; `cells` and
-    `places` `[pictures, tokens]` tell what lies under each visual token and in which ninth of the picture it is, -1 for
-    padding. None without pictures."""
+    """Examples padded to one shape: `ids` and `weights` `[rows, length]`, `positions` `[3, rows, length]`.
+    `visual_index` `[rows, length]` gives each placeholder's row among all visual tokens of the batch, -1 for text.
+    `pictures` and it are None without pictures."""
 
     ids: np.ndarray
     weights: np.ndarray
     positions: np.ndarray
-    patches: np.ndarray | None
-    layout: tuple[np.ndarray, ...] | None
+    pictures: Pictures | None
     visual_index: np.ndarray | None
-    cells: np.ndarray | None
-    places: np.ndarray | None
+
+
+jax.tree_util.register_dataclass(Pictures)
+jax.tree_util.register_dataclass(Batch)
 
 
 class Encoder:
@@ -61,27 +74,24 @@ class Encoder:
         self.processor = processor
 
     def example(self, messages: list[Message]) -> Example:
-        """The loss counts what the assistant says, long answers with the root of their length. Where an answer is
-        decided, at its first tokens and at its end, a token weighs more."""
+        """The loss counts what the assistant says, the tokens of long answers less, except where an answer is decided:
+        at its first tokens and at its end."""
         ids: list[int] = []
         weights: list[float] = []
-        pictures: list[VisionInput] = []
-        seen: list[list[int]] = []
+        pictures: list[Image.Image] = []
         for message in messages:
             head = self._encode(f"<|im_start|>{message['role']}\n")
-            body = self._body(message, pictures, seen)
+            body = self._body(message, pictures)
             said = message["role"] == "assistant"
-            inner = max(len(body) ** -0.5, LEAST_WEIGHT)
+            inner = min(1.0, max(FULL_WEIGHT / len(body), LEAST_WEIGHT))
             tail = self._encode("\n")
             ids += head + body + tail
             answer = [max(inner, 0.5)] * 3 + [inner] * (len(body) - 4) + [1.0]
             weights += [0.0] * len(head) + (answer[-len(body) :] if said else [0.0] * len(body)) + [0.0] * len(tail)
         # Position i is trained to predict token i + 1.
-        return Example(
-            np.array(ids[:-1], np.int32), np.array([*weights[1:-1], 0.0], np.float32), tuple(pictures), tuple(seen)
-        )
+        return Example(np.array(ids[:-1], np.int32), np.array([*weights[1:-1], 0.0], np.float32), tuple(pictures))
 
-    def _body(self, message: Message, pictures: list[VisionInput], seen: list[list[int]]) -> list[int]:
+    def _body(self, message: Message, pictures: list[Image.Image]) -> list[int]:
         content = message["content"]
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         text = ""
@@ -89,15 +99,10 @@ class Encoder:
             if part["type"] == "text":
                 text += part["text"]
             else:
-                pictures.append(self.processor(part["image"]))
-                pads = pictures[-1].tokens(self.config.vision.merge)
-                seen.append(cells(part["image"].info["spec"], *self._token_grid(pictures[-1])))
+                pictures.append(part["image"])
+                pads = self.processor(part["image"]).tokens(self.config.vision.merge)
                 text += f"<|vision_start|>{'<|image_pad|>' * pads}<|vision_end|>"
         return self._encode(f"{text}<|im_end|>")
-
-    def _token_grid(self, picture: VisionInput) -> tuple[int, int]:
-        """Rows and columns of visual tokens."""
-        return picture.grid[1] // self.config.vision.merge, picture.grid[2] // self.config.vision.merge
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -106,45 +111,55 @@ class Encoder:
         """`rows` examples padded to `length` tokens; missing rows are empty."""
         ids, weights = np.zeros((rows, length), np.int32), np.zeros((rows, length), np.float32)
         positions = np.zeros((3, rows, length), np.int32)
+        inputs: list[VisionInput] = []
         for row, example in enumerate(examples):
             count = len(example.ids)
             ids[row, :count], weights[row, :count] = example.ids, example.weights
-            grids = [picture.grid for picture in example.pictures]
+            own = [self.processor(picture) for picture in example.pictures]
+            grids = [picture.grid for picture in own]
             positions[:, row, :count] = rope_positions(example.ids, grids, self.config, Switches())[0]
+            inputs += own
         if pictures_per_row == 0:
-            return Batch(ids, weights, positions, None, None, None, None, None)
-        return Batch(ids, weights, positions, *self._pictures(examples, ids, rows * pictures_per_row))
+            return Batch(ids, weights, positions, None, None)
+        scenes = [picture.info["spec"] for example in examples for picture in example.pictures]
+        visual_index = np.full(ids.shape, -1, np.int32)
+        visual_index[ids == self.config.image_token] = [
+            index * self._most_tokens + token
+            for index, picture in enumerate(inputs)
+            for token in range(picture.tokens(self.config.vision.merge))
+        ]
+        pictures = self._pictures(inputs, scenes, rows * pictures_per_row)
+        return Batch(ids, weights, positions, pictures, visual_index)
 
-    def _pictures(
-        self, examples: list[Example], ids: np.ndarray, count: int
-    ) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray, np.ndarray, np.ndarray]:
+    def pictures(self, scenes: list[Scene]) -> Pictures:
+        """Scenes alone, drawn."""
+        return self._pictures([self.processor(drawn.draw()) for drawn in scenes], scenes, len(scenes))
+
+    @property
+    def _most_tokens(self) -> int:
+        return MOST_PATCHES // self.config.vision.merge**2
+
+    def _pictures(self, inputs: list[VisionInput], scenes: list[Scene], count: int) -> Pictures:
+        """`count` pictures; missing ones are empty."""
         vision = self.config.vision
-        pictures = [picture for example in examples for picture in example.pictures]
         patches = np.zeros((count, MOST_PATCHES, vision.patch_values), np.float32)
-        places = [
+        layout = tuple(
             np.zeros((count, MOST_PATCHES, *tail), dtype)
             for tail, dtype in (((), np.int32), ((), np.int32), ((4,), np.int32), ((4,), np.float32), ((), bool))
-        ]
-        places[4][:, 0] = True  # an empty picture still needs one patch to attend to
-        tokens = []
-        seen = [labels for example in examples for labels in example.cells]
-        under, ninths = (np.full((count, MOST_PATCHES // vision.merge**2), -1, np.int32) for _ in range(2))
-        for index, picture in enumerate(pictures):
-            rows, columns = self._token_grid(picture)
-            row, column = np.divmod(np.arange(rows * columns), columns)
-            under[index, : rows * columns] = seen[index]
-            ninths[index, : rows * columns] = (row + 0.5) * 3 // rows * 3 + (column + 0.5) * 3 // columns
-            layout = patch_layout(picture.grid[1], picture.grid[2], vision.merge, vision.positions)
+        )
+        layout[4][:, 0] = True  # an empty picture still needs one patch to attend to
+        under = np.full((count, self._most_tokens, 3), -1, np.int32)
+        for index, (picture, drawn) in enumerate(zip(inputs, scenes, strict=True)):
+            _, height, width = picture.grid
+            under[index, : picture.tokens(vision.merge)] = cells(drawn, height // vision.merge, width // vision.merge)
+            own = patch_layout(height, width, vision.merge, vision.positions)
             size = len(picture.patches)
             patches[index, :size] = picture.patches
             for array, values in zip(
-                places, (layout.rows, layout.columns, layout.table_index, layout.table_weight, True), strict=True
+                layout, (own.rows, own.columns, own.table_index, own.table_weight, True), strict=True
             ):
                 array[index, :size] = values
-            tokens += [index * MOST_PATCHES // vision.merge**2 + token for token in range(picture.tokens(vision.merge))]
-        visual_index = np.full(ids.shape, -1, np.int32)
-        visual_index[ids == self.config.image_token] = tokens
-        return patches, tuple(places), visual_index, under, ninths
+        return Pictures(patches, layout, under)
 
 
 @dataclass(frozen=True)
@@ -202,6 +217,13 @@ def training_batches(encoder: Encoder, tasks: Mapping[str, tuple[Task, float]], 
         if len(held) == shape.rows:
             yield encoder.batch(held, shape.rows, shape.length, shape.pictures_per_row)
             waiting[shape] = []
+
+
+def picture_batches(encoder: Encoder, seed: str) -> Iterator[Pictures]:
+    """Endless batches of pictures alone."""
+    random = Random(seed)
+    while True:
+        yield encoder.pictures([scene(random, place_clear=random.random() < 0.5) for _ in range(PICTURES_PER_BATCH)])
 
 
 def evaluation_batches(encoder: Encoder, task: Task, count: int, seed: str) -> Iterator[tuple[Batch, int]]:

@@ -118,23 +118,26 @@ def _overlap(one: Shape, other: Shape, width: int, height: int) -> bool:
     return distance < (one.radius + other.radius) * 1.1 * min(width, height)
 
 
-def cells(scene: Scene, rows: int, columns: int) -> list[int]:
-    """What lies in each cell of a grid over the picture, row by row: 0 for the ground, else one number per kind and
-    colour."""
-    found = []
-    short = min(scene.width, scene.height)
-    for cell in range(rows * columns):
-        row, column = divmod(cell, columns)
-        label, nearest = 0, math.inf
-        for shape in scene.shapes:
-            x = abs(shape.x - (column + 0.5) / columns) * scene.width / short
-            y = abs(shape.y - (row + 0.5) / rows) * scene.height / short
-            reach_x = shape.radius + 0.4 * scene.width / short / columns
-            reach_y = shape.radius + 0.4 * scene.height / short / rows
-            if x < reach_x and y < reach_y and x + y < nearest:
-                label, nearest = 1 + SHAPES.index(shape.kind) * len(COLOURS) + list(COLOURS).index(shape.colour), x + y
-        found.append(label)
+def cells(scene: Scene, rows: int, columns: int) -> list[tuple[int, int, int]]:
+    """What a grid over the picture shows, row by row: per cell the numbers, each from 1, of the kind, colour and
+    place (a field of 3 x 3, row by row) of the shape that has its centre there; 0, 0, 0 where there is none."""
+    found = [(0, 0, 0)] * (rows * columns)
+    for shape in scene.shapes:
+        down, across = shape.place
+        cell = min(int(shape.y * rows), rows - 1) * columns + min(int(shape.x * columns), columns - 1)
+        kind, colour = SHAPES.index(shape.kind), list(COLOURS).index(shape.colour)
+        found[cell] = (1 + kind, 1 + colour, 1 + down * 3 + across)
     return found
+
+
+def cell_words() -> tuple[tuple[str, ...], ...]:
+    """The words, English and Chinese together, for the kinds, colours and places that `cells` numbers."""
+    places = zip((place for row in PLACES for place in row), (place for row in PLACES_ZH for place in row), strict=True)
+    return (
+        tuple(f" {kind}{SHAPES_ZH[kind]}" for kind in SHAPES),
+        tuple(f" {colour}{COLOURS_ZH[colour]}" for colour in COLOURS),
+        tuple(english.split("the")[1] + chinese for english, chinese in places),
+    )
 
 
 # Words for a scene

@@ -11,12 +11,14 @@ from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import models
 from experiments.environment import write_environment
 from experiments.tiny_data import conversations
-from experiments.tiny_models import TinyModel
+from experiments.tiny_models import COPYING_FOR, SEEING_UNTIL, TinyModel
 from experiments.tiny_tasks import Task, outside
 
 WANTED = 0.97
@@ -66,31 +68,49 @@ def write_report(model: TinyModel, folder: Path, log: Path, results: Path, count
     (results / "table.md").write_text(accuracy_table(rows))
     (results / "raw.jsonl").write_text(log.read_text())
     entries = [json.loads(line) for line in log.read_text().splitlines()]
-    plot(entries, model.name, results)
+    figure = plot(entries, model.name)
+    figure.savefig(results / "plot.svg")
+    figure.savefig(results / "plot.png", dpi=110)
+    plt.close(figure)
     write_environment(results)
     (folder / "README.md").write_text(card(model, rows, entries))
 
 
-def plot(entries: list[Mapping[str, Any]], name: str, results: Path) -> None:
-    """Loss, and held-out accuracy per task, over the training time."""
+def plot(entries: list[Mapping[str, Any]], name: str) -> Figure:
+    """Losses, and held-out accuracy per task, over the training time."""
     mpl.use("Agg")
     figure, (losses, accuracies) = plt.subplots(2, 1, figsize=(9, 8), sharex=True, layout="constrained")
-    curve = [entry for entry in entries if "loss" in entry]
-    losses.plot([entry["seconds"] / 60 for entry in curve], [entry["loss"] for entry in curve], color="black", lw=1)
-    losses.set(yscale="log", ylabel="weighted cross-entropy (nats)", title=f"{name}: training")
-    points = [entry for entry in entries if "accuracy" in entry]
+    _plot_losses(losses, entries)
+    losses.set_title(f"{name}: training")
+    _plot_accuracies(accuracies, [entry for entry in entries if "accuracy" in entry])
+    accuracies.set_xlabel("training time (minutes)")
+    return figure
+
+
+def _plot_losses(axes: Axes, entries: list[Mapping[str, Any]]) -> None:
+    for kind, label, colour in (
+        ("seeing", "vision tower alone: cell loss", "tab:blue"),
+        ("loss", "answers: weighted cross-entropy", "black"),
+    ):
+        curve = [entry for entry in entries if kind in entry]
+        if curve:
+            minutes, values = [entry["seconds"] / 60 for entry in curve], [entry[kind] for entry in curve]
+            axes.plot(minutes, values, color=colour, lw=1, label=label)
+    axes.set(yscale="log", ylabel="loss (nats)")
+    axes.legend(fontsize=7)
+
+
+def _plot_accuracies(axes: Axes, points: list[Mapping[str, Any]]) -> None:
     styles = [(marker, dash) for marker in "os^Dv" for dash in ("-", "--", ":")]
     tasks = dict.fromkeys(task for point in points for task in point["accuracy"])
     for task, (marker, dash) in zip(tasks, styles, strict=False):
         known = [point for point in points if task in point["accuracy"]]
         values = [100 * point["accuracy"][task] for point in known]
-        accuracies.plot([point["seconds"] / 60 for point in known], values, dash, marker=marker, ms=4, lw=1, label=task)
-    accuracies.axhline(100 * WANTED, color="grey", lw=0.8)
-    accuracies.set(ylabel="held-out answers exactly right (%)", xlabel="training time (minutes)", ylim=(-2, 102))
-    accuracies.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))
-    figure.savefig(results / "plot.svg")
-    figure.savefig(results / "plot.png", dpi=110)
-    plt.close(figure)
+        axes.plot([point["seconds"] / 60 for point in known], values, dash, marker=marker, ms=4, lw=1, label=task)
+    axes.axhline(100 * WANTED, color="grey", lw=0.8)
+    axes.set(ylabel="held-out answers exactly right (%)", ylim=(-2, 102))
+    if points:
+        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))
 
 
 CARD = Path(__file__).with_name("tiny_card.md")
@@ -113,4 +133,20 @@ def card(model: TinyModel, rows: list[dict[str, Any]], entries: list[Mapping[str
         steps=last["step"],
         minutes=round(last["seconds"] / 60),
         loss=last["loss"],
+        phases=_phases(model),
+    )
+
+
+def _phases(model: TinyModel) -> str:
+    """What was taught when."""
+    copying = (
+        f"{COPYING_FOR:.0%} of the time went to conversations that\nmostly need copying (`COPYING_WEIGHTS` in "
+        "`experiments/tiny_models.py`), the rest to all of them."
+    )
+    if not model.pictures:
+        return f"The first {copying}"
+    return (
+        f"The vision tower learned alone for the first {SEEING_UNTIL:.0%} of the time, by a loss that reads the kind, "
+        "colour and place\nof a shape out of each visual token along the embeddings of the words for them. "
+        f"The next {copying}"
     )

@@ -35,7 +35,7 @@ def vary(random: Random, text: str) -> str:
     if random.random() < 0.15:
         text = text[0].lower() + text[1:]
     if random.random() < 0.15 and text[-1] in ".?!。？！":
-        text = text[:-1]
+        text = text[:-1].rstrip()
     return text
 
 

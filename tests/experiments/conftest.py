@@ -1,13 +1,17 @@
 """A vocabulary and a pair of models like the small trained ones, but small enough to train in a test."""
 
 import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import pytest
 from tokenizers import Tokenizer
 
 from experiments import tiny_vocabulary
 from experiments.tiny_models import TINY_MODELS, TinyModel
+from experiments.tiny_tasks import Task
 
 DECODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1} | {
     "head_dim": 16,
@@ -36,6 +40,23 @@ def smaller(model: TinyModel) -> TinyModel:
         config["text_config"] = config["text_config"] | DECODER | {"rope_scaling": rope}
         config["vision_config"] = config["vision_config"] | VISION
     return dataclasses.replace(model, config=config)
+
+
+@dataclass(frozen=True)
+class TaughtLittle(TinyModel):
+    """A model that is taught a single task, so that few shapes are compiled."""
+
+    task: str
+
+    def tasks(self) -> dict[str, Task]:
+        return {self.task: super().tasks()[self.task]}
+
+
+@pytest.fixture
+def usual_promotion() -> Iterator[None]:
+    """optax mixes types as JAX allows by default."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 @pytest.fixture(params=sorted(TINY_MODELS))

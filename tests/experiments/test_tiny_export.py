@@ -1,51 +1,48 @@
-"""The trainer and its exports: the loss falls, a run goes on where it stopped, and the folder opens as a model."""
+"""Exports: the folder holds what transformers reads, opens as a model, and the committed ones answer as there."""
 
+import hashlib
 import json
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
+from safetensors import safe_open
 from tokenizers import Tokenizer
 
 import models
-from experiments.tiny_data import training_batches
+from experiments.parity import TOLERANCE
 from experiments.tiny_export import export
-from experiments.tiny_models import TINY_MODELS, TinyModel, full_config
-from experiments.tiny_tasks import greeting
-from experiments.train_tiny import PEAK_RATE, Trainer, balance_loss, learning_rate
+from experiments.tiny_models import PREPROCESSOR, TINY_MODELS, TinyModel, full_config
+from models.chat_template import DEFAULT_TEMPLATE
 from models.config import parse_config
-from models.layers import Linear
-from models.moe import MoeBlock
+from models.model import PRETRAINED
+from models.prompt import Prompt
 from models.switches import Switches
 from models.weights import random_network
 
 LARGEST_FOLDER = 12_000_000  # bytes
+ANSWERS = Path(__file__).parents[1] / "references" / "tiny_answers"
+FILES = {
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
 
 
-@pytest.fixture
-def usual_promotion() -> Iterator[None]:
-    """optax mixes types as JAX allows by default."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+def export_random(model: TinyModel, tokenizer: Tokenizer, folder: Path) -> None:
+    """An export of random weights."""
+    config = parse_config(full_config(model, tokenizer))
+    export(model, tokenizer, random_network(config, "bfloat16", Switches()), folder)
 
 
-@pytest.mark.usefixtures("usual_promotion")
-def test_training_lowers_the_loss_and_goes_on_after_a_stop(
-    small_model: TinyModel, tiny_tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    trainer = Trainer(small_model, tiny_tokenizer, seed=1)
-    (batch,) = islice(training_batches(trainer.encoder, {"": (greeting(False), 1.0)}, "fall"), 1)
-    losses = [trainer.train_step(batch, 0.003) for _ in range(40)]
-    assert losses[-1] < 0.8 * losses[0]
-    trainer.save(tmp_path / "snapshot")
-    following = trainer.train_step(batch, 0.003)
-    trainer.resume(tmp_path / "snapshot")
-    assert trainer.progress.step == 40
-    assert trainer.train_step(batch, 0.003) == following
+def read(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def test_an_export_is_the_network_in_bfloat16(small_model: TinyModel, tiny_tokenizer: Tokenizer, folder: Path) -> None:
@@ -61,41 +58,116 @@ def test_an_export_is_the_network_in_bfloat16(small_model: TinyModel, tiny_token
 
 
 def test_an_export_answers_in_text(small_model: TinyModel, tiny_tokenizer: Tokenizer, folder: Path) -> None:
-    config = parse_config(full_config(small_model, tiny_tokenizer))
-    export(small_model, tiny_tokenizer, random_network(config, "bfloat16", Switches()), folder)
-    loaded = models.load(folder)
-    steps = list(loaded.generate("从1数到20", max_tokens=5))
+    export_random(small_model, tiny_tokenizer, folder)
+    steps = list(models.load(folder).generate("从1数到20", max_tokens=5))
     assert 1 <= len(steps) <= 5
-    end = {tiny_tokenizer.token_to_id("<|im_end|>"), tiny_tokenizer.token_to_id("<|endoftext|>")}
-    assert set(json.loads((folder / "generation_config.json").read_text())["eos_token_id"]) == end
-    assert (folder / "preprocessor_config.json").is_file() == small_model.pictures
+    assert "".join(step.text for step in steps) != "" or steps[0].finish_reason == "stop"
+
+
+def test_an_export_has_every_file_that_transformers_reads(
+    small_model: TinyModel, tiny_tokenizer: Tokenizer, folder: Path
+) -> None:
+    export_random(small_model, tiny_tokenizer, folder)
+    seeing = {"preprocessor_config.json"} if small_model.pictures else set()
+    assert {file.name for file in folder.iterdir()} == FILES | seeing
+    assert read(folder / "config.json") == full_config(small_model, tiny_tokenizer)
+    assert (folder / "chat_template.jinja").read_text() == DEFAULT_TEMPLATE.read_text()
+    if small_model.pictures:
+        assert read(folder / "preprocessor_config.json") == PREPROCESSOR
+
+
+def test_exported_weights_have_their_published_names_and_type(
+    small_model: TinyModel, tiny_tokenizer: Tokenizer, folder: Path
+) -> None:
+    export_random(small_model, tiny_tokenizer, folder)
+    with safe_open(folder / "model.safetensors", "np") as weights:
+        assert weights.metadata() == {"format": "pt"}
+        assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}  # noqa: SIM118 - no mapping
+        names = set(weights.keys())
+    text = "model.language_model." if small_model.pictures else "model."
+    experts = [f"mlp.experts.{expert}.{part}_proj" for expert in range(4) for part in ("gate", "up", "down")]
+    dense = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    parts = [*(dense if small_model.pictures else ["mlp.gate", *experts]), "input_layernorm"]
+    parts += [f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+    decoder = {f"{text}layers.{layer}.{part}.weight" for layer in range(2) for part in parts}
+    decoder |= {f"{text}layers.{layer}.post_attention_layernorm.weight" for layer in range(2)}
+    decoder |= {f"{text}embed_tokens.weight", f"{text}norm.weight"}
+    assert {name for name in names if not name.startswith("model.visual.")} == decoder
+    assert any(name.startswith("model.visual.") for name in names) == small_model.pictures
+
+
+def test_the_exported_vocabulary_is_described_to_transformers(
+    small_model: TinyModel, tiny_tokenizer: Tokenizer, folder: Path
+) -> None:
+    export_random(small_model, tiny_tokenizer, folder)
+    vocabulary = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert vocabulary.to_str() == tiny_tokenizer.to_str()
+    settings, generation = read(folder / "tokenizer_config.json"), read(folder / "generation_config.json")
+    assert (settings["tokenizer_class"], settings["eos_token"]) == ("Qwen2Tokenizer", "<|im_end|>")
+    assert generation["eos_token_id"] == [vocabulary.token_to_id(token) for token in ("<|im_end|>", "<|endoftext|>")]
+    assert generation["pad_token_id"] == vocabulary.token_to_id(settings["pad_token"])
+    assert generation["do_sample"] is False
+    special = [token.content for token in vocabulary.get_added_tokens_decoder().values() if token.special]
+    assert {settings["eos_token"], settings["pad_token"], "<|im_start|>"} <= set(special)
 
 
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))
 def test_the_models_are_small(name: str, tiny_tokenizer: Tokenizer, folder: Path) -> None:
-    model = TINY_MODELS[name]
-    network = random_network(parse_config(full_config(model, tiny_tokenizer)), "bfloat16", Switches())
-    export(model, tiny_tokenizer, network, folder)
+    export_random(TINY_MODELS[name], tiny_tokenizer, folder)
     assert sum(file.stat().st_size for file in folder.iterdir()) <= LARGEST_FOLDER
 
 
-def test_learning_rate_rises_stays_and_falls_to_nothing() -> None:
-    assert learning_rate(0, 0.0) < PEAK_RATE / 20
-    assert learning_rate(1000, 0.1) == PEAK_RATE
-    assert learning_rate(1000, 1.0) == 0.0
-    shares = [learning_rate(1000, done) for done in np.linspace(0, 1, 21)]
-    assert shares == sorted(shares, reverse=True)
+# The committed folders
 
 
-def test_balance_loss_is_one_for_even_use_and_more_otherwise(tiny_tokenizer: Tokenizer) -> None:
-    config = parse_config(full_config(TINY_MODELS["tiny-moe"], tiny_tokenizer)).text
-    block = MoeBlock(config.moe, config.hidden)
-    tokens = jnp.asarray(np.random.default_rng(0).standard_normal((512, config.hidden)), jnp.float32)
-    even = Linear(config.hidden, config.moe.experts)
-    even.weight.set_value(jnp.asarray(np.random.default_rng(1).standard_normal(even.weight.shape) * 0.05, jnp.float32))
-    block.gate = even
-    assert float(balance_loss(block, tokens)) == pytest.approx(1.0, abs=0.05)
-    crowded = even.weight[...].at[0].set(0.0)
-    one_sided = jnp.abs(tokens)
-    even.weight.set_value(crowded.at[0].add(1.0))
-    assert float(balance_loss(block, one_sided)) > 1.5
+@pytest.mark.parametrize("name", sorted(TINY_MODELS))
+def test_a_committed_folder_is_an_export(name: str) -> None:
+    model, folder = TINY_MODELS[name], PRETRAINED / name
+    seeing = {"preprocessor_config.json"} if model.pictures else set()
+    assert {file.name for file in folder.iterdir()} == FILES | seeing | {"README.md"}
+    assert read(folder / "config.json") == full_config(model, Tokenizer.from_file(str(folder / "tokenizer.json")))
+    assert (folder / "chat_template.jinja").read_text() == DEFAULT_TEMPLATE.read_text()
+
+
+def with_pictures(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with pictures in the place of their files' names."""
+
+    def opened(part: dict[str, Any]) -> dict[str, Any]:
+        return part | {"image": Image.open(ANSWERS / part["image"])} if part["type"] == "image" else part
+
+    return [
+        message | {"content": [opened(part) for part in message["content"]]}
+        if isinstance(message["content"], list)
+        else message
+        for message in messages
+    ]
+
+
+def visual_arguments(prompt: Prompt) -> dict[str, np.ndarray]:
+    """The prompt's pictures as `LoadedModel.logits` takes them."""
+    if not prompt.visuals:
+        return {}
+    return {
+        "pixel_values": np.concatenate([visual.patches for visual in prompt.visuals]),
+        "image_grid_thw": np.array([visual.grid for visual in prompt.visuals]),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(TINY_MODELS))
+def test_a_committed_model_answers_as_in_transformers(name: str) -> None:
+    again = f"run tests/references/make_tiny_answers.py {name} again"
+    file = ANSWERS / f"{name}.json"
+    assert file.is_file(), f"{file} is missing: {again}"
+    reference, loaded = read(file), models.load(name)
+    weights = hashlib.sha256((PRETRAINED / name / "model.safetensors").read_bytes()).hexdigest()
+    assert reference["weights"] == weights, f"{file} is of other weights: {again}"
+    assert len(reference["answers"]) == 6
+    for answer in reference["answers"]:
+        prompt, greedy = loaded.prompt(with_pictures(answer["messages"])), answer["greedy"]
+        assert prompt.token_ids.tolist() == answer["token_ids"]
+        steps = loaded.generate(prompt, max_tokens=reference["most_tokens"])
+        assert [step.token_id for step in steps] == greedy
+        ids = np.concatenate([prompt.token_ids, greedy[:-1]])
+        logits = loaded.logits(ids, **visual_arguments(prompt))[len(prompt.token_ids) - 1 :]
+        found = np.take_along_axis(logits, np.array(answer["top_ids"]), axis=1)
+        assert np.abs(found - answer["top_logits"]).max() < TOLERANCE * np.ptp(logits)

@@ -18,6 +18,8 @@ from experiments.tiny_pictures import (
     SHAPES_ZH,
     Scene,
     Shape,
+    cell_words,
+    cells,
     describe,
     describe_zh,
     picture_tasks,
@@ -27,6 +29,7 @@ from experiments.tiny_pictures import (
 from experiments.tiny_tasks import Message, held_out
 
 NAMED_PLACES = [place for row in PLACES for place in row]
+WHITE = (255, 255, 255)
 
 
 @dataclass(frozen=True)
@@ -197,6 +200,66 @@ def test_chinese_descriptions_name_the_same_shapes() -> None:
         for shape in drawn.shapes:
             assert COLOURS_ZH[shape.colour] + SHAPES_ZH[shape.kind] in describe_zh(drawn)
             assert f"{shape.colour} {shape.kind}" in describe(drawn).lower()
+
+
+def told(grid: list[tuple[int, int, int]]) -> dict[int, tuple[int, int, int]]:
+    """The cells that tell of a shape, by number."""
+    return {index: cell for index, cell in enumerate(grid) if cell[:2] != (0, 0)}
+
+
+def test_only_the_cell_with_the_centre_tells_of_a_shape() -> None:
+    wide = Scene(200, 200, WHITE, (Shape("triangle", "black", 0.6, 0.4, 0.24),))
+    assert told(cells(wide, 5, 5)) == {2 * 5 + 3: (3, 5, 5)}
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "cell", "place"),
+    [(0.0, 0.0, 0, 1), (1.0, 1.0, 15, 9), (1.0, 0.0, 3, 3), (0.0, 1.0, 12, 7), (0.5, 0.25, 6, 2), (0.49, 0.24, 1, 2)],
+)
+def test_centres_on_edges_belong_to_one_cell(x: float, y: float, cell: int, place: int) -> None:
+    scene = Scene(200, 200, WHITE, (Shape("circle", "red", x, y, 0.1),))
+    assert told(cells(scene, 4, 4)) == {cell: (1, 1, place)}
+
+
+def test_the_ground_tells_nothing() -> None:
+    assert cells(Scene(200, 200, WHITE, ()), 4, 4) == [(0, 0, 0)] * 16
+
+
+def test_a_shape_gives_its_own_place() -> None:
+    left = Scene(200, 200, WHITE, (Shape("square", "blue", 0.3, 0.1, 0.1),))
+    assert cells(left, 4, 4)[1] == (2, 2, 1)  # the cell's own centre lies in the middle column
+
+
+@pytest.mark.parametrize(("rows", "columns", "size"), [(4, 6, (300, 200)), (5, 4, (96, 128)), (2, 8, (320, 80))])
+def test_cells_of_pictures_that_are_no_squares(rows: int, columns: int, size: tuple[int, int]) -> None:
+    drawn = Scene(*size, WHITE, (Shape("square", "green", 0.9, 0.2, 0.1), Shape("circle", "purple", 0.1, 0.9, 0.1)))
+    grid = cells(drawn, rows, columns)
+    assert len(grid) == rows * columns
+    assert told(grid) == {int(0.2 * rows) * columns + columns - 1: (2, 3, 3), (rows - 1) * columns: (1, 6, 7)}
+    assert grid[0] == grid[-1] == (0, 0, 0)
+
+
+def test_cells_match_the_pixels() -> None:
+    random = Random(10)
+    for _ in range(20):
+        drawn = scene(random, place_clear=True)
+        found = [
+            (1 + SHAPES.index(shape.kind), 1 + list(COLOURS).index(shape.colour), 1 + shape.field)
+            for shape in find_shapes(drawn.draw())
+        ]
+        assert sorted(told(cells(drawn, 6, 6)).values()) == sorted(found)
+
+
+def test_cell_words_are_those_of_the_answers() -> None:
+    kinds, colours, places = cell_words()
+    assert kinds == (" circle圆形", " square正方形", " triangle三角形")
+    assert colours[0] == " red红色"
+    assert len(colours) == len(COLOURS)
+    assert places[:2] == (" top left左上角", " top上方")
+    assert places[8] == " bottom right右下角"
+    assert len(set(places)) == 9
+    for place, named in zip(places, NAMED_PLACES, strict=True):
+        assert named.endswith(re.match(r"[a-z ]+", place)[0])
 
 
 @pytest.mark.parametrize("task", picture_tasks())
