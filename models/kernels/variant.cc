@@ -76,6 +76,9 @@ inline __m256i quad(const int8_t* values) {
   memcpy(&bits, values, sizeof bits);
   return _mm256_set1_epi32(bits);
 }
+
+// Has the compiler add a sum up now: it would rather compute all products first, for which there are too few registers.
+inline void settle(__m256i& sum) { asm("" : "+x"(sum)); }
 #endif
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
@@ -127,6 +130,7 @@ inline void group_q4(const uint8_t* packed, const Row* rows, int64_t group, IntL
       const int8_t* values = rows[r].values + group * kGroup + 8 * j;
       sums[r] = _mm256_add_epi16(sums[r], _mm256_maddubs_epi16(first, quad(values)));
       sums[r] = _mm256_add_epi16(sums[r], _mm256_maddubs_epi16(second, quad(values + 4)));
+      settle(sums[r]);
     }
   }
   for (int r = 0; r < kRows; ++r)
@@ -146,6 +150,7 @@ inline void group_q8(const uint8_t* bytes, const Row* rows, int64_t group, IntLa
     for (int r = 0; r < kRows; ++r) {
       const __m256i values = _mm256_sign_epi8(quad(rows[r].values + group * kGroup + 4 * j), weights);
       sums[r] = _mm256_add_epi32(sums[r], _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, values), ones));
+      settle(sums[r]);
     }
   }
   for (int r = 0; r < kRows; ++r) products[r] = (IntLanes)sums[r];
