@@ -338,75 +338,129 @@ void multiply(Format format, const void* block, const uint16_t* scales, int64_t 
 
 // Attention
 
-template <typename T>
-inline float dot(const float* query, const T* key, int64_t size) {
-  Lanes totals[2] = {all(0.0f), all(0.0f)};
-  int64_t i = 0;
-  for (; i + 2 * kLanes <= size; i += 2 * kLanes) {
-    totals[0] = fma(load(query + i), load(key + i), totals[0]);
-    totals[1] = fma(load(query + i + kLanes), load(key + i + kLanes), totals[1]);
+// The sums of eight vectors' lanes, each in the order of `sum`.
+inline Lanes sums_of(const Lanes* v) {
+#if defined(__AVX2__)
+  // Lanes 0 + 4, 1 + 5, 2 + 6, 3 + 7 of each vector, two vectors to a register.
+  __m256 folded[4];
+  for (int i = 0; i < 4; ++i) {
+    const __m256 first = (__m256)v[i], second = (__m256)v[i + 4];
+    folded[i] = _mm256_add_ps(_mm256_permute2f128_ps(first, second, 0x20), _mm256_permute2f128_ps(first, second, 0x31));
   }
-  for (; i + kLanes <= size; i += kLanes) totals[0] = fma(load(query + i), load(key + i), totals[0]);
-  float total = sum(totals[0] + totals[1]);
-  for (; i < size; ++i) total += query[i] * value_of(key[i]);
-  return total;
+  // Then (0 + 2) + (1 + 3): even and odd lanes are brought side by side before each addition.
+  __m256 pairs[2];
+  for (int i = 0; i < 2; ++i) {
+    const __m256 low = _mm256_unpacklo_ps(folded[i], folded[i + 2]), high = _mm256_unpackhi_ps(folded[i], folded[i + 2]);
+    pairs[i] = _mm256_add_ps(low, high);  // of vectors i and i + 2: 0 + 2, then 1 + 3
+  }
+  const __m256 low = _mm256_unpacklo_ps(pairs[0], pairs[1]), high = _mm256_unpackhi_ps(pairs[0], pairs[1]);
+  return (Lanes)_mm256_add_ps(low, high);
+#else
+  Lanes found;
+  for (int i = 0; i < kLanes; ++i) found[i] = sum(v[i]);
+  return found;
+#endif
 }
 
-// mixed[0 .. width) += weights . values, for `kWide` times eight columns kept in registers.
-template <int kWide, typename T>
-inline void mix_columns(const float* weights, const T* values, int64_t positions, int64_t stride, float* mixed) {
-  Lanes totals[kWide];
-  for (int i = 0; i < kWide; ++i) totals[i] = load(mixed + i * kLanes);
-  for (int64_t position = 0; position < positions; ++position, values += stride)
-    for (int i = 0; i < kWide; ++i) totals[i] = fma(all(weights[position]), load(values + i * kLanes), totals[i]);
-  for (int i = 0; i < kWide; ++i) store(mixed + i * kLanes, totals[i]);
+// The scores of kQueries queries with the eight keys from `start` on, lane by lane; behind the last one, its score again.
+template <int kQueries, typename T>
+inline void score_keys(const float* queries, const T* keys, int64_t start, int64_t positions, int64_t size,
+                       Lanes* scores) {
+  const T* key[kLanes];
+  Lanes totals[kQueries][kLanes];
+  for (int k = 0; k < kLanes; ++k) {
+    key[k] = keys + (start + k < positions ? start + k : positions - 1) * size;
+    for (int q = 0; q < kQueries; ++q) totals[q][k] = all(0.0f);
+    for (int64_t i = 0; i + kLanes <= size; i += kLanes) {
+      const Lanes values = load(key[k] + i);
+      for (int q = 0; q < kQueries; ++q) totals[q][k] = fma(load(queries + q * size + i), values, totals[q][k]);
+    }
+  }
+  for (int q = 0; q < kQueries; ++q) {
+    scores[q] = sums_of(totals[q]);
+    for (int64_t i = size / kLanes * kLanes; i < size; ++i)
+      for (int k = 0; k < kLanes; ++k) scores[q][k] += queries[q * size + i] * value_of(key[k][i]);
+  }
 }
 
-template <typename T>
+// mixed += weights . values for kQueries queries and kWide times eight columns, kept in registers.
+template <int kQueries, int kWide, typename T>
+inline void mix_columns(const float* weights, const T* values, int64_t positions, int64_t size, float* mixed) {
+  Lanes totals[kQueries][kWide];
+  for (int q = 0; q < kQueries; ++q)
+    for (int i = 0; i < kWide; ++i) totals[q][i] = all(0.0f);
+  for (int64_t position = 0; position < positions; ++position, values += size)
+    for (int i = 0; i < kWide; ++i) {
+      const Lanes column = load(values + i * kLanes);
+      for (int q = 0; q < kQueries; ++q)
+        totals[q][i] = fma(all(weights[q * kSpan + position]), column, totals[q][i]);
+    }
+  for (int q = 0; q < kQueries; ++q)
+    for (int i = 0; i < kWide; ++i) store(mixed + q * size + i * kLanes, totals[q][i]);
+}
+
+template <int kQueries, typename T>
 inline void mix(const float* weights, const T* values, int64_t positions, int64_t size, float* mixed) {
+  constexpr int kWide = 4;
   int64_t column = 0;
-  for (; column + 8 * kLanes <= size; column += 8 * kLanes)
-    mix_columns<8>(weights, values + column, positions, size, mixed + column);
+  for (; column + kWide * kLanes <= size; column += kWide * kLanes)
+    mix_columns<kQueries, kWide>(weights, values + column, positions, size, mixed + column);
   for (; column + kLanes <= size; column += kLanes)
-    mix_columns<1>(weights, values + column, positions, size, mixed + column);
+    mix_columns<kQueries, 1>(weights, values + column, positions, size, mixed + column);
   for (; column < size; ++column)
-    for (int64_t position = 0; position < positions; ++position)
-      mixed[column] += weights[position] * value_of(values[position * size + column]);
+    for (int q = 0; q < kQueries; ++q) {
+      float total = 0.0f;
+      for (int64_t position = 0; position < positions; ++position)
+        total += weights[q * kSpan + position] * value_of(values[position * size + column]);
+      mixed[q * size + column] = total;
+    }
 }
 
-// Turns the scores of one query into e^(score - largest), padded with zeros to whole lanes.
+// Turns the scores of one query, in whole lanes, into e^(score - largest), 0 behind the last position.
 inline void soften(float* scores, int64_t positions, float* most, float* total) {
-  const int64_t padded = (positions + kLanes - 1) / kLanes * kLanes;
-  float found = scores[0];
-  for (int64_t i = 1; i < positions; ++i) found = scores[i] > found ? scores[i] : found;
-  for (int64_t i = positions; i < padded; ++i) scores[i] = -1e30f;
+  Lanes found = load(scores);
+  for (int64_t i = kLanes; i < positions; i += kLanes) found = larger(found, load(scores + i));
+  *most = largest(found);
   Lanes totals = all(0.0f);
-  for (int64_t i = 0; i < padded; i += kLanes) {
-    const Lanes powers = exp_of(load(scores + i) - all(found));
+  for (int64_t i = 0; i < positions; i += kLanes) {
+    Lanes powers = exp_of(load(scores + i) - all(*most));
+    for (int64_t k = positions - i; k < kLanes; ++k) powers[k] = 0.0f;
     store(scores + i, powers);
     totals += powers;
   }
-  *most = found;
   *total = sum(totals);
+}
+
+// Scales one score per position, and those that repeat the last one like it.
+inline void scale_by(float* scores, const float* scales, int64_t positions) {
+  int64_t i = 0;
+  for (; i + kLanes <= positions; i += kLanes) store(scores + i, load(scores + i) * load(scales + i));
+  for (int64_t k = i; k < i + kLanes && i < positions; ++k)
+    scores[k] *= scales[k < positions ? k : positions - 1];
+}
+
+template <int kQueries, typename T>
+void attend_queries(const Span& span, int64_t first) {
+  const float* queries = span.queries + first * span.head_dim;
+  alignas(32) float scores[kQueries][kSpan];
+  for (int64_t start = 0; start < span.positions; start += kLanes) {
+    Lanes found[kQueries];
+    score_keys<kQueries>(queries, (const T*)span.keys, start, span.positions, span.head_dim, found);
+    for (int q = 0; q < kQueries; ++q) store(scores[q] + start, found[q]);
+  }
+  for (int q = 0; q < kQueries; ++q) {
+    if (span.key_scales) scale_by(scores[q], span.key_scales, span.positions);
+    soften(scores[q], span.positions, span.largest + first + q, span.total + first + q);
+    if (span.value_scales) scale_by(scores[q], span.value_scales, span.positions);
+  }
+  mix<kQueries>(scores[0], (const T*)span.values, span.positions, span.head_dim, span.mixed + first * span.head_dim);
 }
 
 template <typename T>
 void attend_typed(const Span& span) {
-  const T* keys = (const T*)span.keys;
-  const T* values = (const T*)span.values;
-  alignas(32) float scores[kSpan];
-  for (int64_t query = 0; query < span.count; ++query) {
-    for (int64_t position = 0; position < span.positions; ++position) {
-      const float score = dot(span.queries + query * span.head_dim, keys + position * span.head_dim, span.head_dim);
-      scores[position] = span.key_scales ? score * span.key_scales[position] : score;
-    }
-    soften(scores, span.positions, span.largest + query, span.total + query);
-    if (span.value_scales)
-      for (int64_t position = 0; position < span.positions; ++position) scores[position] *= span.value_scales[position];
-    float* mixed = span.mixed + query * span.head_dim;
-    for (int64_t i = 0; i < span.head_dim; ++i) mixed[i] = 0.0f;
-    mix(scores, values, span.positions, span.head_dim, mixed);
-  }
+  int64_t query = 0;
+  for (; query + 2 <= span.count; query += 2) attend_queries<2, T>(span, query);
+  if (query < span.count) attend_queries<1, T>(span, query);
 }
 
 void attend(CacheType type, const Span& span) {

@@ -211,11 +211,20 @@ def test_memory_does_not_grow_with_a_matrix(tmp_path):
     assert Checkpoint.open(tmp_path / "converted").shape("model.embed_tokens.weight") == (1 << 13, 32, 128)
 
 
+# A test run in the background of a shell ignores interrupts, and what it starts would too.
+CONVERT = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from models.convert import main
+sys.exit(main())
+"""
+
+
 def stop_in_the_middle(destination: Path, with_signal: signal.Signals) -> tuple[int, str]:
     """Starts a conversion of a gigabyte and stops it as soon as it writes: exit status and last line of output."""
     folder = hollow_checkpoint(destination.parent / "source", wide_vocabulary(1 << 20), np.dtype(np.float32))
     weights = unfinished_name(destination) / "model.safetensors"
-    command = [sys.executable, "-m", "models.convert", str(folder), str(destination)]
+    command = [sys.executable, "-c", CONVERT, str(folder), str(destination)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
         while not (weights.is_file() and weights.stat().st_size):
             assert running.poll() is None, running.stderr.read()
