@@ -1,7 +1,7 @@
 """What quantised weights and a narrow cache change: logits against those of float32, token by token.
 
 Claim: on the trained models q8 keeps the most likely token of about 99 in 100 positions and q4 of about 9 in 10, what
-users say included, which nobody can predict; an int8 cache changes next to nothing. The random parity checkpoints, whose
+users say included, which nobody can predict; an int8 cache changes little. The random parity checkpoints, whose
 logits lie close together, bound it from above. Cost: five minutes on 2 cores.
 
     python -m experiments.quantisation_error
