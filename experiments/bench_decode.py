@@ -138,7 +138,7 @@ def tables(samples: Sequence[Sample], options: argparse.Namespace) -> str:
     parts = [
         f"{note(options)}A turn is {options.steps} greedy steps, each with its tokens fetched, behind `context` tokens "
         "in the cache; `weights read` is what a step reads of them, the floor is that over the read bandwidth measured "
-        "before each turn.",
+        "before each turn. Memory is the process's with Python, JAX and the steps compiled so far.",
         steps_table(samples, list(product(options.quant, options.context, options.batch))),
     ]
     if len(options.context) > 1:

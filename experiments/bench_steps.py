@@ -5,6 +5,7 @@ The time of a step does not depend on the values; only which experts of a mixtur
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -99,6 +100,7 @@ class Memory:
     known: int
 
     def __post_init__(self) -> None:
+        ctypes.CDLL(None).malloc_trim(0)  # what loading and filling left behind is not the steps'
         (PROCESS / "clear_refs").write_text("5")  # the peak starts again at what is resident
 
     def beyond(self) -> dict[str, int]:
