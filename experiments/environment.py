@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from models.kernels.library import active_variant
+from models.kernels.loader import active_variant
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "pillow", "tokenizers")
 SETTINGS = ("KESTREL_KERNELS", "XLA_FLAGS", "JAX_PLATFORMS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")

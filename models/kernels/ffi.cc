@@ -500,7 +500,7 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi::A
 }  // namespace
 }  // namespace kestrel
 
-// The version of this interface; models/kernels/library.py refuses another.
+// The version of this interface; models/kernels/loader.py refuses another.
 extern "C" __attribute__((visibility("default"))) int kestrel_version() { return 1; }
 
 // The names of the variants this CPU can run, best first, separated by spaces.

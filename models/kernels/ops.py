@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
 from models.kernels import reference
-from models.kernels.library import active_variant
+from models.kernels.loader import active_variant
 from models.kernels.reference import Weight
 
 

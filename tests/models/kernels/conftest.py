@@ -3,11 +3,11 @@
 import pytest
 
 from models.errors import KernelError
-from models.kernels.library import active_variant, choose_variant, runnable_variants
+from models.kernels.loader import active_variant, choose_variant, runnable_variants
 
 try:
     VARIANTS = runnable_variants()
-except KernelError:  # no compiler here: test_library.py tells
+except KernelError:  # no compiler here: test_loader.py tells
     VARIANTS = []
 
 

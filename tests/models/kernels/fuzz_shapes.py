@@ -10,13 +10,13 @@ from unittest import mock
 import numpy as np
 
 from models.kernels import ops
-from models.kernels.library import active_variant, choose_variant, runnable_variants
+from models.kernels.loader import active_variant, choose_variant, runnable_variants
 from tests.models.kernels.stored import FORMATS, random_cache, random_rows, random_weight
 
 
 def main(library: str) -> None:
     """Makes some hundred calls with each variant."""
-    with mock.patch("models.kernels.library.build", return_value=library):
+    with mock.patch("models.kernels.loader.build", return_value=library):
         active_variant()
     calls = 0
     for variant in runnable_variants():

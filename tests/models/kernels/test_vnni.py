@@ -9,15 +9,15 @@ import pytest
 
 from models.kernels import ops
 from models.kernels.build import build
-from models.kernels.library import active_variant, choose_variant, runnable_variants
+from models.kernels.loader import active_variant, choose_variant, runnable_variants
 from tests.models.kernels.stored import random_rows, random_weight
 
 SCRIPT = """
 import sys
 from unittest import mock
 import numpy as np
-with mock.patch("models.kernels.library.build", return_value=sys.argv[1]):
-    from models.kernels.library import active_variant, choose_variant
+with mock.patch("models.kernels.loader.build", return_value=sys.argv[1]):
+    from models.kernels.loader import active_variant, choose_variant
     active_variant()
 choose_variant("avx2")
 from tests.models.kernels.test_vnni import products

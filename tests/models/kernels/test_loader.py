@@ -8,9 +8,9 @@ import pytest
 
 from models.errors import KernelError
 from models.kernels.build import build, compiler, library_file
-from models.kernels.library import CHOICE, choose_variant, runnable_variants
+from models.kernels.loader import CHOICE, choose_variant, runnable_variants
 
-SHOW = "from models.kernels.library import active_variant; print(active_variant())"
+SHOW = "from models.kernels.loader import active_variant; print(active_variant())"
 ASK = ["-m", "models.generate", "--model", "tiny-moe", "--quant", "q4", "--max-context", "256", "What is 7 + 8?"]
 
 
