@@ -21,7 +21,7 @@ import numpy as np
 from models.config import ModelConfig, TextConfig
 from models.errors import ConfigError
 from models.quantisation import GROUP, SCHEMES
-from models.weights import EMBEDDING_SCALE, UNIFORM_SPREAD
+from models.weights import EMBEDDING_SCALE, RANDOM_BLOCK, UNIFORM_SPREAD
 
 PACKAGES = ("xllamacpp", "gguf")
 KINDS = {"q4": "Q4_0", "q8": "Q8_0", "float32": "F32", "bfloat16": "BF16"}  # GGUF's names of our formats
@@ -29,7 +29,6 @@ BLOCKS = {  # a group of 32 values in Q4_0 and Q8_0
     "q4": np.dtype([("scale", np.float16), ("values", np.uint8, GROUP // 2)]),
     "q8": np.dtype([("scale", np.float16), ("values", np.int8, GROUP)]),
 }
-REPEATED = 1_000_003  # random values are made once and repeated; a prime, so that they never line up with a row
 
 
 @dataclass(frozen=True)
@@ -155,10 +154,10 @@ def _random_tensor(name: str, shape: tuple[int, ...], format: str) -> np.ndarray
     random, count = np.random.default_rng(len(name)), math.prod(shape)
     spread = EMBEDDING_SCALE if name == "token_embd" else shape[-1] ** -0.5
     if format not in BLOCKS:
-        values = random.standard_normal(min(count, REPEATED), np.float32) * np.float32(spread)
+        values = random.standard_normal(min(count, RANDOM_BLOCK), np.float32) * np.float32(spread)
         kind = gguf.GGMLQuantizationType[KINDS[format]]
         return np.resize(gguf.quantize(values, kind).view(np.uint8), count * gguf.GGML_QUANT_SIZES[kind][1])
-    blocks = np.empty(min(count // GROUP, REPEATED), BLOCKS[format])
+    blocks = np.empty(min(count // GROUP, RANDOM_BLOCK), BLOCKS[format])
     blocks["scale"] = spread / UNIFORM_SPREAD[format]
     blocks["values"] = random.integers(-128, 128, blocks["values"].shape, np.int8).view(blocks["values"].dtype)
     return np.resize(blocks, count // GROUP)

@@ -22,16 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
 
-import jax
 import numpy as np
-from flax import nnx
 from tqdm import tqdm
 
 from models.checkpoint import DTYPES, LENGTH_BYTES, SINGLE_FILE, Checkpoint, StoredTensor
 from models.config import ModelConfig, parse_config
 from models.errors import CheckpointError, ConfigError, KestrelError
 from models.model import find_folder
-from models.network import Network
 from models.quantisation import (
     CODINGS,
     ROWS,
@@ -45,7 +42,7 @@ from models.quantisation import (
     stored_shapes,
 )
 from models.switches import Switches
-from models.weights import _CheckpointSource, published_name
+from models.weights import CheckpointSource, expert_tensors, float_parameters, published_name
 
 CONFIG_FILE = "config.json"
 ALIGNMENT = 64  # bytes; a tensor that begins at a multiple becomes an array without a copy
@@ -175,36 +172,18 @@ def belongs_to_model(file: Path) -> bool:
 
 def plan(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme) -> list[Parameter]:
     """The parameters of the network, in its order. Raises CheckpointError unless the checkpoint has exactly those."""
-    source = _CheckpointSource(checkpoint, config)
+    source = CheckpointSource(checkpoint, config)
     parameters = []
-    for path, shape in network_shapes(config).items():
+    for path, like in float_parameters(config, Switches()).items():
         name, format = published_name(path, config), scheme.format_of(path)
         if name in checkpoint.names() or ".experts." not in name:
-            source(path, jax.ShapeDtypeStruct(shape, np.float32))  # only maps the tensor
+            source(path, like)  # only maps the tensor
         else:
-            height = shape[1] // len(projections(name))
-            for tensor in (tensor for expert in range(shape[0]) for tensor in expert_tensors(name, expert)):
-                source._tensor(tensor, (height, shape[2]))
-        parameters.append(Parameter(name, checkpoint.shape(name) if format is None else shape, format))
+            for expert in range(like.shape[0]):
+                source.expert(name, expert, like.shape[1:])
+        parameters.append(Parameter(name, checkpoint.shape(name) if format is None else like.shape, format))
     source.refuse_leftovers()
     return parameters
-
-
-def network_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Dotted path -> shape of every parameter of the network."""
-    _, state = nnx.split(nnx.eval_shape(lambda: Network(config, Switches())))
-    return {".".join(map(str, path)): value.get_value().shape for path, value in nnx.to_flat_state(state)}
-
-
-def projections(name: str) -> tuple[str, ...]:
-    """The matrices that the fused experts' matrix consists of, top down."""
-    return ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
-
-
-def expert_tensors(name: str, expert: int) -> list[str]:
-    """The tensors of one expert in a checkpoint that stores experts one by one."""
-    stem = name.rsplit(".", 1)[0]
-    return [f"{stem}.{expert}.{projection}.weight" for projection in projections(name)]
 
 
 def slices(parameter: Parameter) -> Iterator[Slice]:

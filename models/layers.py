@@ -7,6 +7,7 @@ created as zeros: networks are built abstractly (`nnx.eval_shape`) and filled by
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,22 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from models.kernels import ops
-from models.quantisation import Format, stored_shapes
+from models.quantisation import CODINGS, Format, stored_shapes
 
 # Up to this many rows a product is computed row by row, in an order that does not depend on the others: these are the
 # decode steps of a batch. Beyond it, float weights take XLA's matrix product, which is faster there.
 DECODE_ROWS = 32
+
+
+def quantised_room(shape: Sequence[int], format: Format) -> tuple[nnx.Param, nnx.Param]:
+    """Empty blocks and scales for a matrix `[outputs, inputs]`, or for stacked ones."""
+    blocks, scales = stored_shapes(shape, format)
+    return nnx.Param(jnp.zeros(blocks, CODINGS[format].dtype)), nnx.Param(jnp.zeros(scales, jnp.float16))
+
+
+def stored_weight(weight: nnx.Param, scale: nnx.Param | None) -> ops.Weight:
+    """Weight and scale as the kernels take them."""
+    return weight[...], ops.no_scale() if scale is None else scale[...]
 
 
 class StoredMatrix:
@@ -36,13 +48,11 @@ class StoredMatrix:
 
     def store_as(self, format: Format) -> None:
         """Makes room for the matrix in a quantised format instead of floats."""
-        blocks, scales = stored_shapes(self.size, format)
-        self.weight = nnx.Param(jnp.zeros(blocks, jnp.uint8 if format == "q4" else jnp.int8))
-        self.scale = nnx.Param(jnp.zeros(scales, jnp.float16))
+        self.weight, self.scale = quantised_room(self.size, format)
 
     def stored(self) -> ops.Weight:
         """Weight and scale as the kernels take them."""
-        return self.weight[...], ops.no_scale() if self.scale is None else self.scale[...]
+        return stored_weight(self.weight, self.scale)
 
 
 def products(x: Float[Array, "*batch inputs"], *matrices: StoredMatrix) -> list[Float[Array, "*batch outputs"]]:

@@ -8,9 +8,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from models.config import MoeConfig
-from models.kernels import ops
-from models.layers import DECODE_ROWS, Linear
-from models.quantisation import Format, stored_shapes
+from models.kernels import ops, reference
+from models.layers import DECODE_ROWS, Linear, quantised_room, stored_weight
+from models.quantisation import Format
 
 
 class Experts(nnx.Module):
@@ -26,43 +26,28 @@ class Experts(nnx.Module):
 
     def store_as(self, format: Format) -> None:
         """Makes room for the matrices in a quantised format instead of floats."""
-        dtype = jnp.uint8 if format == "q4" else jnp.int8
         for name in ("gate_up_proj", "down_proj"):
-            blocks, scales = stored_shapes(getattr(self, name).get_value().shape, format)
-            setattr(self, name, nnx.Param(jnp.zeros(blocks, dtype)))
-            setattr(self, f"{name}_scale", nnx.Param(jnp.zeros(scales, jnp.float16)))
+            blocks, scales = quantised_room(getattr(self, name).get_value().shape, format)
+            setattr(self, name, blocks)
+            setattr(self, f"{name}_scale", scales)
 
     @property
     def quantised(self) -> bool:
         return self.gate_up_proj_scale is not None
 
-    def chosen(
+    def __call__(
         self,
         x: Float[Array, "tokens hidden"],
         experts: Int[Array, "tokens top_k"],
         shares: Float[Array, "tokens top_k"],
     ) -> Float[Array, "tokens hidden"]:
-        """Reads only the chosen experts."""
-        scales = [
-            ops.no_scale() if scale is None else scale[...] for scale in (self.gate_up_proj_scale, self.down_proj_scale)
-        ]
-        gate_up, down = (self.gate_up_proj[...], scales[0]), (self.down_proj[...], scales[1])
-        return ops.experts(x, experts, shares, gate_up, down, self.intermediate)
-
-    def all(
-        self, x: Float[Array, "tokens hidden"], shares: Float[Array, "tokens experts"]
-    ) -> Float[Array, "tokens hidden"]:
-        """Runs every expert on every token, with a share of 0 where it was not chosen; floats only. Can be trained."""
-
-        def add_expert(
-            total: Float[Array, "tokens hidden"], expert: tuple[Array, Array, Array]
-        ) -> tuple[Float[Array, "tokens hidden"], None]:
-            gate_up, down, share = expert
-            gate, up = jnp.split(x @ gate_up.astype(x.dtype).T, 2, axis=-1)
-            return total + share[:, None] * ((jax.nn.silu(gate) * up) @ down.astype(x.dtype).T), None
-
-        weights = (self.gate_up_proj[...], self.down_proj[...], shares.T)
-        return jax.lax.scan(add_expert, jnp.zeros_like(x), weights)[0]
+        """Each token's experts, mixed by their shares."""
+        # For many tokens and float weights XLA's matrix products with every expert are faster than the kernel.
+        many_floats = x.shape[0] > DECODE_ROWS and not self.quantised
+        mix = reference.experts if many_floats else ops.experts
+        gate_up = stored_weight(self.gate_up_proj, self.gate_up_proj_scale)
+        down = stored_weight(self.down_proj, self.down_proj_scale)
+        return mix(x, experts, shares, gate_up, down, self.intermediate)
 
 
 class MoeBlock(nnx.Module):
@@ -76,13 +61,7 @@ class MoeBlock(nnx.Module):
     def __call__(self, x: Float[Array, "batch length hidden"]) -> Float[Array, "batch length hidden"]:
         tokens = x.reshape(-1, x.shape[-1])
         shares, experts = self.route(tokens)
-        if self.experts.quantised or tokens.shape[0] <= DECODE_ROWS:
-            mixed = self.experts.chosen(tokens, experts, shares)
-        else:
-            rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
-            by_expert = jnp.zeros((tokens.shape[0], self.config.experts), x.dtype).at[rows, experts].set(shares)
-            mixed = self.experts.all(tokens, by_expert)
-        return mixed.reshape(x.shape)
+        return self.experts(tokens, experts, shares).reshape(x.shape)
 
     def route(
         self, tokens: Float[Array, "tokens hidden"]

@@ -292,3 +292,8 @@ def scale_name(name: str) -> str:
     """The tensor that holds the scales of the weight tensor `name`: `P.scale` for `P.weight`, and
     `P.gate_up_proj_scale` for the experts' `P.gate_up_proj`."""
     return f"{name.removesuffix('weight')}scale" if name.endswith(".weight") else f"{name}_scale"
+
+
+def weight_name(scale: str) -> str:
+    """The weight tensor whose scales the tensor `scale` holds: the inverse of `scale_name`."""
+    return f"{scale.removesuffix('scale')}weight" if scale.endswith(".scale") else scale.removesuffix("_scale")

@@ -22,7 +22,7 @@ from models.errors import CheckpointError, ConfigError
 from models.layers import StoredMatrix
 from models.moe import Experts
 from models.network import Network
-from models.quantisation import GROUP, SCHEMES, Scheme, quantise, scale_name
+from models.quantisation import GROUP, SCHEMES, Scheme, quantise, scale_name, weight_name
 from models.switches import Switches
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -47,10 +47,10 @@ def load_network(
     Raises:
         CheckpointError: a tensor is missing, has another shape than the configuration gives it, or belongs to no part.
     """
-    read = _CheckpointSource(checkpoint, config)
+    read = CheckpointSource(checkpoint, config)
     source: Source = read
     if scheme is not None and not stored_scheme(checkpoint):
-        source = _QuantisingSource(read, _abstract_parameters(config, switches, None), scheme)
+        source = _QuantisingSource(read, float_parameters(config, switches), scheme)
     network = fill_network(config, dtype, switches, source, scheme)
     read.refuse_leftovers()
     return network
@@ -113,11 +113,9 @@ def _abstract_network(config: ModelConfig, switches: Switches, scheme: Scheme | 
     return nnx.eval_shape(build)
 
 
-def _abstract_parameters(
-    config: ModelConfig, switches: Switches, scheme: Scheme | None
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of every parameter by its dotted path."""
-    state = nnx.state(_abstract_network(config, switches, scheme))
+def float_parameters(config: ModelConfig, switches: Switches) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every parameter of the float32 network by its dotted path."""
+    state = nnx.state(_abstract_network(config, switches, None))
     return {".".join(map(str, path)): parameter.get_value() for path, parameter in nnx.to_flat_state(state)}
 
 
@@ -133,7 +131,7 @@ class _QuantisingSource:
 
     def __call__(self, path: str, like: jax.ShapeDtypeStruct) -> np.ndarray:
         if path not in self.pending:
-            matrix = path if path in self.floats else self._matrix_of(path)
+            matrix = path if path in self.floats else weight_name(path)
             format = self.scheme.format_of(matrix)
             if format is None:
                 return self.read(path, like)
@@ -141,9 +139,6 @@ class _QuantisingSource:
             quantised = quantise(value, format, matrix)
             self.pending = {matrix: quantised.weight, scale_name(matrix): quantised.scale}
         return self.pending.pop(path)
-
-    def _matrix_of(self, scale: str) -> str:
-        return next(path for path in self.floats if scale_name(path) == scale)
 
 
 def published_name(path: str, config: ModelConfig) -> str:
@@ -156,7 +151,14 @@ def published_name(path: str, config: ModelConfig) -> str:
     return f"model.language_model.{path}"
 
 
-class _CheckpointSource:
+def expert_tensors(name: str, expert: int) -> list[str]:
+    """The tensors of one expert in a checkpoint that stores experts one by one, top down, under the fused `name`."""
+    stem, part = name.rsplit(".", 1)
+    projections = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+    return [f"{stem}.{expert}.{projection}.weight" for projection in projections]
+
+
+class CheckpointSource:
     """Reads parameters from a checkpoint, checking shapes, and remembers which tensors were used."""
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig) -> None:
@@ -203,15 +205,16 @@ class _CheckpointSource:
             if self.checkpoint.shape(name) == like.shape:
                 return self._tensor(name, like.shape)
             return self._tensor(name, (experts, columns, rows)).swapaxes(1, 2)
-        stem, part = name.rsplit(".", 1)
-        parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
         stacked = np.empty(like.shape, like.dtype)
-        height = rows // len(parts)
         for expert in range(experts):
-            for index, projection in enumerate(parts):
-                tensor = self._tensor(f"{stem}.{expert}.{projection}.weight", (height, columns))
-                stacked[expert, index * height : (index + 1) * height] = tensor
+            np.concatenate(self.expert(name, expert, (rows, columns)), out=stacked[expert], casting="same_kind")
         return stacked
+
+    def expert(self, name: str, expert: int, shape: tuple[int, int]) -> list[np.ndarray]:
+        """The matrices that stand on each other in the matrix `[out, in]` of one expert, stored one by one."""
+        tensors = expert_tensors(name, expert)
+        rows, columns = shape
+        return [self._tensor(tensor, (rows // len(tensors), columns)) for tensor in tensors]
 
     def refuse_leftovers(self) -> None:
         """A tensor that no part reads means that the network lacks something the checkpoint has."""
@@ -243,8 +246,8 @@ def _random_value(path: str, like: jax.ShapeDtypeStruct, seed: int, scheme: Sche
     elif like.dtype == jnp.int8:
         block = random.integers(-127, 128, size, np.int8)
     elif like.dtype == jnp.float16:
-        matrix = f"{path.removesuffix('.scale')}.weight".removesuffix("_scale.weight")
-        scale = _random_scale(path, like.shape[-2] * GROUP) / UNIFORM_SPREAD[scheme.format_of(matrix)]
+        spread = UNIFORM_SPREAD[scheme.format_of(weight_name(path))]
+        scale = _random_scale(path, like.shape[-2] * GROUP) / spread
         return np.full(like.shape, scale, np.float16)
     else:
         block = random.standard_normal(size, np.float32) * np.float32(_random_scale(path, like.shape[-1]))
@@ -275,10 +278,8 @@ def _published_tensors(name: str, value: Array, config: ModelConfig) -> dict[str
         return {name: tensor}
     if config.vision is not None:
         return {name: tensor.swapaxes(1, 2)}
-    stem, part = name.rsplit(".", 1)
-    parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
-    return {
-        f"{stem}.{expert}.{projection}.weight": half
-        for expert, matrix in enumerate(tensor)
-        for projection, half in zip(parts, np.split(matrix, len(parts)), strict=True)
-    }
+    tensors: dict[str, Any] = {}
+    for expert, matrix in enumerate(tensor):
+        names = expert_tensors(name, expert)
+        tensors |= zip(names, np.split(matrix, len(names)), strict=True)
+    return tensors

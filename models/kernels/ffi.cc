@@ -500,11 +500,13 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi::A
 }  // namespace
 }  // namespace kestrel
 
+#define KESTREL_EXPORT extern "C" __attribute__((visibility("default")))
+
 // The version of this interface; models/kernels/loader.py refuses another.
-extern "C" __attribute__((visibility("default"))) int kestrel_version() { return 1; }
+KESTREL_EXPORT int kestrel_version() { return 1; }
 
 // The names of the variants this CPU can run, best first, separated by spaces.
-extern "C" __attribute__((visibility("default"))) const char* kestrel_variants() {
+KESTREL_EXPORT const char* kestrel_variants() {
   static const std::string names = [] {
     std::string text;
     for (const auto* variant : kestrel::runnable_variants()) text += (text.empty() ? "" : " ") + std::string(variant->name);
@@ -514,7 +516,7 @@ extern "C" __attribute__((visibility("default"))) const char* kestrel_variants()
 }
 
 // Uses the named variant from now on; 0 if this CPU cannot run it.
-extern "C" __attribute__((visibility("default"))) int kestrel_choose(const char* name) {
+KESTREL_EXPORT int kestrel_choose(const char* name) {
   for (const auto* variant : kestrel::runnable_variants())
     if (std::strcmp(variant->name, name) == 0) {
       kestrel::chosen = variant;
@@ -523,7 +525,6 @@ extern "C" __attribute__((visibility("default"))) int kestrel_choose(const char*
   return 0;
 }
 
-#define KESTREL_EXPORT extern "C" __attribute__((visibility("default")))
 #define KESTREL_HANDLER(name, function, binding) \
   KESTREL_EXPORT XLA_FFI_Error* name(XLA_FFI_CallFrame* frame) { \
     static auto* handler = (binding).To(function).release(); \

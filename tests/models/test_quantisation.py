@@ -23,6 +23,7 @@ from models.quantisation import (
     quantise,
     scale_name,
     stored_shapes,
+    weight_name,
 )
 from models.switches import Switches
 
@@ -353,6 +354,8 @@ def test_unknown_scheme():
 def test_scale_names():
     assert scale_name("model.layers.0.mlp.up_proj.weight") == "model.layers.0.mlp.up_proj.scale"
     assert scale_name("model.layers.0.mlp.experts.down_proj") == "model.layers.0.mlp.experts.down_proj_scale"
+    for weight in ("embed_tokens.weight", "layers.0.mlp.up_proj.weight", "layers.0.mlp.experts.gate_up_proj"):
+        assert weight_name(scale_name(weight)) == weight
 
 
 def test_a_published_shape_is_stored_in_about_four_and_a_half_bits():

@@ -107,7 +107,7 @@ def test_a_narrow_cache_gives_the_same_answers(kv):
 
 @pytest.mark.parametrize("quant", ["q4", "q4-head-q8", "q8"])
 def test_every_part_has_the_format_of_its_scheme(quant):
-    network = models.load("qwen3-vl-2b" if quant is None else "tiny-vl", quant=quant)._inference.network
+    network = models.load("tiny-vl", quant=quant)._inference.network
     bytes_of = {"q4": np.uint8, "q8": np.int8}
     for path, module in nnx.iter_modules(network):
         name = ".".join(map(str, path))
