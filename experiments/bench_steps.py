@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from models.cache import CacheType, KVCache
+from models.cache import CacheType, KVCache, LayerCache
 from models.compilation import enable_persistent_cache
 from models.config import ModelConfig, MoeConfig, parse_config
 from models.inference import Inference, plan_chunks
@@ -84,13 +84,11 @@ def filled_cache(inference: Inference, tokens: int, batch: int) -> KVCache:
             return jnp.array(random.integers(-127, 128, array.shape, np.int8))
         return jnp.array(random.standard_normal(array.shape, np.float32)).astype(array.dtype)
 
-    return replace(
-        empty,
-        keys=tuple(map(filled, empty.keys)),
-        values=tuple(map(filled, empty.values)),
-        key_scales=tuple(jnp.full_like(scale, 1 / 73) for scale in empty.key_scales),
-        value_scales=tuple(jnp.full_like(scale, 1 / 73) for scale in empty.value_scales),
-    )
+    def filled_layer(layer: LayerCache) -> LayerCache:
+        scales = tuple(jnp.full_like(scale, 1 / 73) for scale in layer.scales)
+        return LayerCache(filled(layer.keys), filled(layer.values), scales)
+
+    return replace(empty, layers=tuple(map(filled_layer, empty.layers)))
 
 
 @dataclass
@@ -104,10 +102,11 @@ class Memory:
         (PROCESS / "clear_refs").write_text("5")  # the peak starts again at what is resident
 
     def beyond(self) -> dict[str, int]:
-        """Bytes resident now, and at the peak."""
+        """Bytes resident now and at the peak, and those of the whole process."""
         lines = (PROCESS / "status").read_text().splitlines()
         fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Vm")}
-        return {"resident": fields["VmRSS"] - self.known, "peak": fields["VmHWM"] - self.known}
+        resident = fields["VmRSS"]
+        return {"resident": resident - self.known, "peak": fields["VmHWM"] - self.known, "process": resident}
 
 
 @dataclass

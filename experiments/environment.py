@@ -14,7 +14,7 @@ import psutil
 
 from models.kernels.loader import active_variant
 
-PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "pillow", "tokenizers")
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "pillow", "tokenizers", "xllamacpp")
 SETTINGS = ("KESTREL_KERNELS", "XLA_FLAGS", "JAX_PLATFORMS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -28,11 +28,19 @@ def environment() -> dict[str, Any]:
         "load_average": os.getloadavg(),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "kernels": active_variant() or "plain JAX",
         "settings": {name: os.environ[name] for name in SETTINGS if name in os.environ},
         "commit": _commit(),
     }
+
+
+def _version(package: str) -> str | None:
+    """None for one of the optional packages that is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _cpu_name() -> str:

@@ -19,6 +19,7 @@ CONTAINERS = ("while", "conditional", "call")  # operations whose time is that o
 HOST, BETWEEN = "host", "between operations"
 KERNELS = {
     "kestrel_matmul": "matrix products",
+    "kestrel_gated_mlp": "matrix products",
     "kestrel_experts": "matrix products",
     "kestrel_attention": "attention",
 }
@@ -156,13 +157,9 @@ class ProfiledSteps(DecodeSteps):
             with jax.profiler.trace(folder, profiler_options=options):
                 traced = self.decode(context, batch, steps)["ms"]
             runs = list(read_runs(Path(folder)))
-        rows = breakdown(runs, read_operations(self._compiled_text(context, batch)), fmean(traced))
+        text = self.inference.decode_text(batch, self.held[context, batch].cache.capacity)
+        rows = breakdown(runs, read_operations(text), fmean(traced))
         return {"plain_ms": plain, "traced_ms": traced, "rows": rows}
-
-    def _compiled_text(self, context: int, batch: int) -> str:
-        """The compiled step as XLA's text; the one place that looks behind `Inference`."""
-        bucket = (batch, self.held[context, batch].cache.capacity)
-        return self.inference._decode._executables[bucket].as_text()
 
 
 def breakdown(runs: Sequence[Run], operations: dict[str, Operation], step_ms: float) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -10,10 +9,8 @@ from models.cache import KVCache
 from models.config import TextConfig
 from models.kernels import ops, reference
 from models.layers import Linear, RMSNorm, project
-from models.rope import rotate
+from models.rope import Rotation
 from models.switches import Switches
-
-Rotation = tuple[Float[Array, "batch length half_dim"], Float[Array, "batch length half_dim"]]
 
 
 class Attention(nnx.Module):
@@ -32,20 +29,21 @@ class Attention(nnx.Module):
         self.qk_norm = switches.qk_norm
 
     def __call__(
-        self, x: Float[Array, "batch length hidden"], rotation: Rotation, cache: KVCache | None
+        self, x: Float[Array, "batch length hidden"], norm: RMSNorm, rotation: Rotation, cache: KVCache | None
     ) -> tuple[Float[Array, "batch length hidden"], KVCache | None]:
-        """Attends from `x` to what the cache holds and to `x` itself; without a cache (training) to `x` alone."""
-        q, k, v = (self._heads(y) for y in project(x, self.q_proj, self.k_proj, self.v_proj))
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *rotation), rotate(k, *rotation)
-        keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
+        """Attends from `x`, normed, to what the cache holds and to itself; without a cache (training) to itself."""
+        q, k, v = (self._heads(y) for y in project(x, self.q_proj, self.k_proj, self.v_proj, norm=norm))
         if cache is None:
-            return self.o_proj(reference.attention(q, keys, values, jnp.zeros(x.shape[0], jnp.int32), ())), None
-        cache = cache.store(self.layer, keys, values)
-        # For the many queries of a prefill chunk XLA's matrix product is faster than the kernel.
-        attend = ops.attention if x.shape[1] == 1 else reference.attention
-        return self.o_proj(attend(q, *cache.layer(self.layer))), cache
+            return self.o_proj(reference.self_attention(q, k, v, self._norms(), rotation)), None
+        layer = cache.layers[self.layer]
+        mixed, layer = ops.cached_attention(q, k, v, self._norms(), rotation, cache.length, layer)
+        return self.o_proj(mixed), cache.with_layer(self.layer, layer)
+
+    def _norms(self) -> tuple[ops.Norm, ops.Norm]:
+        """Those of queries and keys."""
+        if not self.qk_norm:
+            return ops.no_norm(), ops.no_norm()
+        return self.q_norm.parameters(), self.k_norm.parameters()
 
     def _heads(self, x: Float[Array, "batch length width"]) -> Float[Array, "batch length heads head_dim"]:
         return x.reshape(*x.shape[:2], -1, self.head_dim)

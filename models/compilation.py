@@ -46,3 +46,7 @@ class CompiledStep:
         self.compile(bucket, *arguments)
         dynamic = (argument for index, argument in enumerate(arguments) if index not in self._static)
         return self._executables[bucket](*dynamic)
+
+    def text(self, bucket: Hashable) -> str:
+        """XLA's text of the executable of `bucket`, which must have been made."""
+        return self._executables[bucket].as_text()

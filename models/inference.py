@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,8 +99,27 @@ def frame_bucket(patches: int) -> int:
     return bucket
 
 
+class FlatModule:
+    """A module whose parameters are flattened once, so that a jitted step takes a flat list, `leaves`."""
+
+    def __init__(self, module: nnx.Module) -> None:
+        self._graph, state = nnx.split(module)
+        self.leaves, self._structure = jax.tree.flatten(state)
+
+    def module(self, leaves: list[Array]) -> Any:
+        """The module with these parameters: within a step, at trace time."""
+        return nnx.merge(self._graph, jax.tree.unflatten(self._structure, leaves))
+
+
+def without_tower(network: Network) -> Network:
+    """The same network, on the same parameters, with no vision tower."""
+    decoder = nnx.merge(*nnx.split(network))
+    decoder.visual = None
+    return decoder
+
+
 class Inference:
-    """The jitted steps of one network. The parameters are flattened once, so that a call passes a flat list."""
+    """The jitted steps of one network, outside jit `network`."""
 
     def __init__(
         self, network: Network, config: ModelConfig, switches: Switches, cache_type: CacheType = "float32"
@@ -107,8 +127,10 @@ class Inference:
         self.config = config
         self.cache_type = cache_type
         self.switches = switches
-        self._graph, state = nnx.split(network)
-        self._leaves, self._structure = jax.tree.flatten(state)
+        self.network = network
+        # Apart, because a step's every argument takes time: a decode step reads nothing of the tower.
+        self._decoder = FlatModule(without_tower(network))
+        self._tower = None if network.visual is None else FlatModule(network.visual)
         self._encode = CompiledStep(self._encode_frame)
         self._prefill = CompiledStep(self._prefill_chunk, donate=(1,))
         self._score = CompiledStep(self._score_chunk, donate=(1,))
@@ -117,21 +139,13 @@ class Inference:
         self._empty = CompiledStep(self._empty_cache, static=(0, 1))
         self._grow = CompiledStep(grow_cache, static=(1,))
 
-    @property
-    def network(self) -> Network:
-        """The network itself, outside jit."""
-        return self._network(self._leaves)
-
     def _empty_cache(self, batch: int, capacity: int) -> KVCache:
         return empty_cache(self.config.text, batch, capacity, self.cache_type)
 
-    # The pure functions that are compiled; the network is rebuilt from its leaves at trace time.
-
-    def _network(self, leaves: list[Array]) -> Network:
-        return nnx.merge(self._graph, jax.tree.unflatten(self._structure, leaves))
+    # The pure functions that are compiled.
 
     def _encode_frame(self, leaves: list[Array], patches: Array, *layout: Array) -> tuple[Array, Array]:
-        return self._network(leaves).visual(patches, *layout)
+        return self._tower.module(leaves)(patches, *layout)
 
     def _prefill_chunk(
         self,
@@ -142,7 +156,7 @@ class Inference:
         tokens: Array,
         visual: VisualTokens | None,
     ) -> tuple[Array, KVCache]:
-        network = self._network(leaves)
+        network = self._decoder.module(leaves)
         hidden, cache = network(ids, positions, cache, visual)
         last = jnp.take_along_axis(hidden, (tokens - 1)[:, None, None], axis=1)[:, 0]
         return network.logits(last), cache.advance(tokens)
@@ -156,14 +170,14 @@ class Inference:
         tokens: Array,
         visual: VisualTokens | None,
     ) -> tuple[Array, KVCache]:
-        network = self._network(leaves)
+        network = self._decoder.module(leaves)
         hidden, cache = network(ids, positions, cache, visual)
         return network.logits(hidden), cache.advance(tokens)
 
     def _decode_token(
         self, leaves: list[Array], cache: KVCache, state: SamplingState, token: Array, delta: Array
     ) -> tuple[Sampled, KVCache, SamplingState]:
-        network = self._network(leaves)
+        network = self._decoder.module(leaves)
         positions = jnp.broadcast_to((cache.length + delta)[None, :, None], (3, *token.shape, 1))
         hidden, cache = network(token[:, None], positions, cache, None)
         sampled, state = sample(network.logits(hidden[:, 0]), state)
@@ -191,7 +205,7 @@ class Inference:
         places = (layout.rows, layout.columns, layout.table_index, layout.table_weight)
         valid = np.arange(bucket)[None] < count
         embeddings, deepstack = self._encode(
-            bucket, self._leaves, padded(patches[0]), *(padded(values) for values in places), valid
+            bucket, self._tower.leaves, padded(patches[0]), *(padded(values) for values in places), valid
         )
         tokens = count // vision.merge**2
         return VisualFeatures(np.asarray(embeddings)[0, :tokens], np.asarray(deepstack)[:, 0, :tokens])
@@ -211,14 +225,14 @@ class Inference:
         """Takes one chunk of the prompt (`ids` `[length]`, `positions` `[3, length]`, all its `visual` features) into
         the cache; logits float32 `[1, vocab]` of the chunk's last token."""
         arguments = self._chunk_arguments(chunk, ids, positions, visual)
-        return self._prefill((chunk.bucket, cache.capacity), self._leaves, cache, *arguments)
+        return self._prefill((chunk.bucket, cache.capacity), self._decoder.leaves, cache, *arguments)
 
     def score(
         self, cache: KVCache, chunk: Chunk, ids: np.ndarray, positions: np.ndarray, visual: VisualFeatures | None
     ) -> tuple[np.ndarray, KVCache]:
         """As `prefill`, with the logits `[tokens, vocab]` of every token of the chunk."""
         arguments = self._chunk_arguments(chunk, ids, positions, visual)
-        logits, cache = self._score((chunk.bucket, cache.capacity), self._leaves, cache, *arguments)
+        logits, cache = self._score((chunk.bucket, cache.capacity), self._decoder.leaves, cache, *arguments)
         return np.asarray(logits)[0, : chunk.tokens], cache
 
     def _chunk_arguments(
@@ -259,7 +273,11 @@ class Inference:
         self, cache: KVCache, state: SamplingState, token: Array, delta: np.ndarray
     ) -> tuple[Sampled, KVCache, SamplingState]:
         """Takes `token` int32 `[batch]` into the cache and chooses the next; `delta` `[batch]` is the rope delta."""
-        return self._decode((*token.shape, cache.capacity), self._leaves, cache, state, token, delta)
+        return self._decode((*token.shape, cache.capacity), self._decoder.leaves, cache, state, token, delta)
+
+    def decode_text(self, batch: int, capacity: int) -> str:
+        """XLA's text of the decode step of this shape, which must have run: for profiles."""
+        return self._decode.text((batch, capacity))
 
     def compile(
         self, context: int, image_tokens: int, state: SamplingState, progress: Callable[[int, int], None] | None
@@ -283,12 +301,12 @@ class Inference:
                 Chunk(0, bucket, bucket), np.zeros(bucket, np.int32), np.zeros((3, bucket), np.int32), None
             )
             yield lambda capacity=capacity, bucket=bucket, arguments=arguments: self._prefill.compile(
-                (bucket, capacity), self._leaves, self._abstract_cache(capacity), *arguments
+                (bucket, capacity), self._decoder.leaves, self._abstract_cache(capacity), *arguments
             )
         for capacity in sizes:
             yield lambda capacity=capacity: self._empty.compile((1, capacity), 1, capacity)
             yield lambda capacity=capacity: self._decode.compile(
-                (1, capacity), self._leaves, self._abstract_cache(capacity), state, token, delta
+                (1, capacity), self._decoder.leaves, self._abstract_cache(capacity), state, token, delta
             )
         for capacity in sizes[:-1]:
             yield lambda capacity=capacity: self._grow.compile(capacity, self._abstract_cache(capacity), 2 * capacity)
@@ -308,7 +326,9 @@ class Inference:
                 jax.ShapeDtypeStruct((1, bucket, 4), jnp.float32),
                 jax.ShapeDtypeStruct((1, bucket), jnp.bool_),
             )
-            yield lambda bucket=bucket, arguments=arguments: self._encode.compile(bucket, self._leaves, *arguments)
+            yield lambda bucket=bucket, arguments=arguments: self._encode.compile(
+                bucket, self._tower.leaves, *arguments
+            )
 
     def _abstract_cache(self, capacity: int) -> KVCache:
         return jax.eval_shape(lambda: self._empty_cache(1, capacity))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from models.kernels import ops
+from models.kernels import ops, reference
 from models.quantisation import CODINGS, Format, stored_shapes
 
 # Up to this many rows a product is computed row by row, in an order that does not depend on the others: these are the
@@ -55,13 +55,24 @@ class StoredMatrix:
         return stored_weight(self.weight, self.scale)
 
 
-def products(x: Float[Array, "*batch inputs"], *matrices: StoredMatrix) -> list[Float[Array, "*batch outputs"]]:
-    """`x W^T` for matrices that share their input, which is then quantised only once."""
+def suits_kernels(rows: int, *matrices: StoredMatrix) -> bool:
+    """Whether the kernels multiply `rows` rows with these matrices faster than XLA, or alone can."""
+    return rows <= DECODE_ROWS or any(matrix.scale is not None for matrix in matrices)
+
+
+def products(
+    x: Float[Array, "*batch inputs"], *matrices: StoredMatrix, norm: RMSNorm | None = None
+) -> list[Float[Array, "*batch outputs"]]:
+    """`norm(x) W^T` for matrices that share their input, which is then normed and quantised only once."""
     rows = math.prod(x.shape[:-1])
-    if rows > DECODE_ROWS and all(matrix.scale is None for matrix in matrices):
+    if not suits_kernels(rows, *matrices):
+        x = x if norm is None else norm(x)
         return [jnp.einsum("...i,oi->...o", x, matrix.weight[...].astype(x.dtype)) for matrix in matrices]
     flat = ops.matmul(
-        x.reshape(rows, x.shape[-1]), [matrix.stored() for matrix in matrices], [matrix.size[0] for matrix in matrices]
+        x.reshape(rows, x.shape[-1]),
+        ops.no_norm() if norm is None else norm.parameters(),
+        [matrix.stored() for matrix in matrices],
+        [matrix.size[0] for matrix in matrices],
     )
     return [product.reshape(*x.shape[:-1], -1) for product in flat]
 
@@ -77,11 +88,13 @@ class Linear(StoredMatrix, nnx.Module):
         return project(x, self)[0]
 
 
-def project(x: Float[Array, "*batch inputs"], *layers: Linear) -> list[Float[Array, "*batch outputs"]]:
-    """Several linear layers on the same input."""
+def project(
+    x: Float[Array, "*batch inputs"], *layers: Linear, norm: RMSNorm | None = None
+) -> list[Float[Array, "*batch outputs"]]:
+    """Several linear layers on the same input, normed first."""
     return [
         y if layer.bias is None else y + jnp.broadcast_to(layer.bias[...], y.shape)
-        for y, layer in zip(products(x, *layers), layers, strict=True)
+        for y, layer in zip(products(x, *layers, norm=norm), layers, strict=True)
     ]
 
 
@@ -102,15 +115,19 @@ class Embedding(StoredMatrix, nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis (Zhang and Sennrich 2019)."""
+    """Root-mean-square norm over the last axis (Zhang and Sennrich 2019). Layers are handed the norm of their input
+    rather than a normed input: a kernel norms what it reads anyway."""
 
     def __init__(self, size: int, eps: float) -> None:
         self.weight = nnx.Param(jnp.zeros(size))
         self.eps = eps
 
+    def parameters(self) -> ops.Norm:
+        """Weight and epsilon as the kernels take them."""
+        return self.weight[...], self.eps
+
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
-        scale = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
-        return x * scale * jnp.broadcast_to(self.weight[...], x.shape)
+        return reference.rms_norm(x, self.parameters())
 
 
 class LayerNorm(nnx.Module):
@@ -128,13 +145,18 @@ class LayerNorm(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """SwiGLU (Shazeer 2020): `down(silu(gate(x)) * up(x))`."""
+    """SwiGLU (Shazeer 2020) of its normed input: `down(silu(gate(x)) * up(x))`."""
 
     def __init__(self, hidden: int, intermediate: int) -> None:
         self.gate_proj = Linear(hidden, intermediate)
         self.up_proj = Linear(hidden, intermediate)
         self.down_proj = Linear(intermediate, hidden)
 
-    def __call__(self, x: Float[Array, "batch length hidden"]) -> Float[Array, "batch length hidden"]:
-        gate, up = project(x, self.gate_proj, self.up_proj)
-        return self.down_proj(jax.nn.silu(gate) * up)
+    def __call__(self, x: Float[Array, "batch length hidden"], norm: RMSNorm) -> Float[Array, "batch length hidden"]:
+        rows, matrices = x.shape[0] * x.shape[1], (self.gate_proj, self.up_proj, self.down_proj)
+        if not suits_kernels(rows, *matrices):
+            gate, up = project(x, self.gate_proj, self.up_proj, norm=norm)
+            return self.down_proj(jax.nn.silu(gate) * up)
+        weights = [matrix.stored() for matrix in matrices]
+        flat = ops.gated_mlp(x.reshape(rows, -1), norm.parameters(), *weights, self.gate_proj.size[0])
+        return flat.reshape(x.shape)

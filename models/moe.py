@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from models.config import MoeConfig
 from models.kernels import ops, reference
-from models.layers import DECODE_ROWS, Linear, quantised_room, stored_weight
+from models.layers import DECODE_ROWS, Linear, RMSNorm, quantised_room, stored_weight
 from models.quantisation import Format
 
 
@@ -58,8 +58,8 @@ class MoeBlock(nnx.Module):
         self.experts = Experts(config, hidden)
         self.config = config
 
-    def __call__(self, x: Float[Array, "batch length hidden"]) -> Float[Array, "batch length hidden"]:
-        tokens = x.reshape(-1, x.shape[-1])
+    def __call__(self, x: Float[Array, "batch length hidden"], norm: RMSNorm) -> Float[Array, "batch length hidden"]:
+        tokens = norm(x).reshape(-1, x.shape[-1])
         shares, experts = self.route(tokens)
         return self.experts(tokens, experts, shares).reshape(x.shape)
 

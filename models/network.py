@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from models.attention import Attention, Rotation
+from models.attention import Attention
 from models.cache import KVCache
 from models.config import ModelConfig, TextConfig
 from models.layers import Embedding, GatedMLP, Linear, RMSNorm
 from models.moe import MoeBlock
-from models.rope import RotaryTable
+from models.rope import RotaryTable, Rotation
 from models.switches import Switches
 from models.vision import VisionTower
 
@@ -46,9 +46,9 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch length hidden"], rotation: Rotation, cache: KVCache | None
     ) -> tuple[Float[Array, "batch length hidden"], KVCache | None]:
-        mixed, cache = self.self_attn(self.input_layernorm(x), rotation, cache)
+        mixed, cache = self.self_attn(x, self.input_layernorm, rotation, cache)
         x = x + mixed
-        return x + self.mlp(self.post_attention_layernorm(x)), cache
+        return x + self.mlp(x, self.post_attention_layernorm), cache
 
 
 class Network(nnx.Module):

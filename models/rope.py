@@ -12,6 +12,8 @@ from jaxtyping import Array, Float, Int
 from models.config import RopeConfig, YarnConfig
 from models.switches import Switches
 
+Rotation = tuple[Float[Array, "batch length half_dim"], Float[Array, "batch length half_dim"]]  # cos and sin
+
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     """Frequencies float32 `[head_dim/2]`, and the factor that multiplies cos and sin (1 without YaRN)."""
@@ -73,9 +75,7 @@ class RotaryTable:
         self.frequencies, self.factor = inverse_frequencies(rope, head_dim)
         self.axes = axis_of_frequency(rope, head_dim, switches)
 
-    def __call__(
-        self, positions: Int[Array, "3 batch length"]
-    ) -> tuple[Float[Array, "batch length half_dim"], Float[Array, "batch length half_dim"]]:
+    def __call__(self, positions: Int[Array, "3 batch length"]) -> Rotation:
         """(cos, sin), float32 `[batch, length, head_dim/2]`."""
         by_axis = positions.astype(jnp.float32)[self.axes]  # [half_dim, batch, length]
         angles = jnp.moveaxis(by_axis, 0, -1) * jnp.asarray(self.frequencies)[None, None, :]

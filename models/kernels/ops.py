@@ -13,11 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int
 
+from models.cache import LayerCache
 from models.kernels import reference
 from models.kernels.loader import active_variant
-from models.kernels.reference import Weight
+from models.kernels.reference import Norm, Weight
+from models.rope import Rotation
 
 
 def no_scale() -> Array:
@@ -35,20 +37,42 @@ def _compiled(call: Callable[..., Any], plain: Callable[..., Any], *arguments: A
     return function(*arguments)
 
 
+def no_norm() -> Norm:
+    """Leaves rows as they are."""
+    return jnp.zeros(0), 0.0
+
+
 def matmul(
-    x: Float[Array, "rows inputs"], weights: Sequence[Weight], outputs: Sequence[int]
+    x: Float[Array, "rows inputs"], norm: Norm, weights: Sequence[Weight], outputs: Sequence[int]
 ) -> list[Float[Array, "rows outputs"]]:
-    """`x W^T` for one or more weights that share their input; a row's result does not depend on the other rows."""
+    """`norm(x) W^T` for one or more weights that share their input; a row's result does not depend on other rows."""
     results = [jax.ShapeDtypeStruct((x.shape[0], size), jnp.float32) for size in outputs]
+    norm_weight, eps = norm
 
-    def call(x: Array, *arrays: Array) -> list[Array]:
-        return list(jax.ffi.ffi_call("kestrel_matmul", results)(x, *arrays))
+    def call(*arrays: Array) -> list[Array]:
+        return list(jax.ffi.ffi_call("kestrel_matmul", results)(*arrays, eps=np.float32(eps)))
 
-    def plain(x: Array, *arrays: Array) -> list[Array]:
+    def plain(x: Array, norm_weight: Array, *arrays: Array) -> list[Array]:
+        x = reference.rms_norm(x, (norm_weight, eps))
         pairs = zip(arrays[::2], arrays[1::2], outputs, strict=True)
         return [reference.matmul(x, weight, scale, size) for weight, scale, size in pairs]
 
-    return _compiled(call, plain, x, *(array for weight in weights for array in weight))
+    return _compiled(call, plain, x, norm_weight, *(array for weight in weights for array in weight))
+
+
+def gated_mlp(
+    x: Float[Array, "rows hidden"], norm: Norm, gate: Weight, up: Weight, down: Weight, intermediate: int
+) -> Float[Array, "rows hidden"]:
+    """`down(silu(gate(norm(x))) * up(norm(x)))`; a row's result does not depend on other rows."""
+    norm_weight, eps = norm
+    call = jax.ffi.ffi_call("kestrel_gated_mlp", jax.ShapeDtypeStruct(x.shape, jnp.float32))
+
+    def plain(x: Array, norm_weight: Array, *arrays: Array) -> Array:
+        weights = zip(arrays[::2], arrays[1::2], strict=True)
+        return reference.gated_mlp(x, (norm_weight, eps), *weights, intermediate)
+
+    call = partial(call, intermediate=np.int64(intermediate), eps=np.float32(eps))
+    return _compiled(call, plain, x, norm_weight, *gate, *up, *down)
 
 
 def table_rows(weight: Weight, index: Int[Array, "*batch"]) -> Float[Array, "*batch inputs"]:
@@ -81,19 +105,38 @@ def experts(
     return _compiled(partial(call, intermediate=np.int64(intermediate)), plain, x, ids, shares, *gate_up, *down)
 
 
-def attention(
+def cached_attention(
     queries: Float[Array, "batch length heads head_dim"],
-    keys: Num[Array, "batch kv_heads capacity head_dim"],
-    values: Num[Array, "batch kv_heads capacity head_dim"],
+    keys: Float[Array, "batch length kv_heads head_dim"],
+    values: Float[Array, "batch length kv_heads head_dim"],
+    norms: tuple[Norm, Norm],
+    rotation: Rotation,
     first: Int[Array, " batch"],
-    scales: Sequence[Float[Array, "batch kv_heads capacity"]] = (),
-) -> Float[Array, "batch length width"]:
-    """Attention of query `i` of a row to its positions `0 .. first + i`, scale `head_dim ** -0.5`. Keys and values are
-    float32, bfloat16, or int8 with `scales`. Reads no position that is not visible."""
+    layer: LayerCache,
+) -> tuple[Float[Array, "batch length width"], LayerCache]:
+    """Attention of new tokens to the `first` ones that a row of the cache holds and to themselves, scale
+    `head_dim ** -0.5`; and the cache with their keys and values, changed in place where it was donated.
+
+    Queries and keys are normed (`norms`, with one epsilon) and rotated first. Reads no position that is not visible.
+    """
     batch, length, heads, head_dim = queries.shape
-    call = jax.ffi.ffi_call("kestrel_attention", jax.ShapeDtypeStruct((batch, length, heads * head_dim), jnp.float32))
+    cached, structure = jax.tree.flatten(layer)
+    given = (queries, keys, values, norms[0][0], norms[1][0], *rotation, first)
+    results = [jax.ShapeDtypeStruct((batch, length, heads * head_dim), jnp.float32)]
+    results += [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in cached]
+    in_place = {len(given) + index: 1 + index for index in range(len(cached))}
+    eps = norms[0][1]
 
-    def plain(queries: Array, keys: Array, values: Array, first: Array, *scales: Array) -> Array:
-        return reference.attention(queries, keys, values, first, scales)
+    def call(*arrays: Array) -> tuple[Array, ...]:
+        call = jax.ffi.ffi_call("kestrel_attention", results, input_output_aliases=in_place)
+        return tuple(call(*arrays, scale=np.float32(head_dim**-0.5), eps=np.float32(eps)))
 
-    return _compiled(partial(call, scale=np.float32(head_dim**-0.5)), plain, queries, keys, values, first, *scales)
+    def plain(queries: Array, keys: Array, values: Array, query_norm: Array, key_norm: Array, *rest: Array) -> Any:
+        cos, sin, first, *cached = rest
+        norms = ((query_norm, eps), (key_norm, eps))
+        layer = jax.tree.unflatten(structure, cached)
+        mixed, layer = reference.cached_attention(queries, keys, values, norms, (cos, sin), first, layer)
+        return mixed, *jax.tree.leaves(layer)
+
+    mixed, *cached = _compiled(call, plain, *given, *cached)
+    return mixed, jax.tree.unflatten(structure, cached)

@@ -9,10 +9,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
+from models.cache import LayerCache
 from models.quantisation import GROUP
 from models.quantisation import ROWS as BLOCK
+from models.rope import Rotation, rotate
 
 Weight = tuple[Num[Array, "..."], Float[Array, "..."]]
+Norm = tuple[Float[Array, " size"], float]  # weight and epsilon; an empty weight stands for no norm
+
+
+def rms_norm(x: Float[Array, "*batch size"], norm: Norm) -> Float[Array, "*batch size"]:
+    """Root-mean-square norm over the last axis (Zhang and Sennrich 2019)."""
+    weight, eps = norm
+    if weight.size == 0:
+        return x
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+    return x * scale * jnp.broadcast_to(weight, x.shape)
 
 
 def is_quantised(weight: Array) -> bool:
@@ -66,6 +78,15 @@ def matmul(x: Float[Array, "rows inputs"], weight: Array, scale: Array, outputs:
     return jax.lax.scan(add_group, total, groups)[0][:, :outputs]
 
 
+def gated_mlp(
+    x: Float[Array, "rows hidden"], norm: Norm, gate: Weight, up: Weight, down: Weight, intermediate: int
+) -> Float[Array, "rows hidden"]:
+    """SwiGLU (Shazeer 2020) of normed rows: `down(silu(gate(x)) * up(x))`."""
+    normed = rms_norm(x, norm)
+    gated = jax.nn.silu(matmul(normed, *gate, intermediate)) * matmul(normed, *up, intermediate)
+    return matmul(gated, *down, x.shape[-1])
+
+
 def experts(
     x: Float[Array, "tokens hidden"],
     ids: Int[Array, "tokens top_k"],
@@ -91,6 +112,42 @@ def experts(
     scales = (gate_up[1], down[1]) if quantised else (empty, empty)
     stacked = (gate_up[0], scales[0], down[0], scales[1], by_expert.T)
     return jax.lax.scan(add_expert, jnp.zeros_like(x), stacked)[0]
+
+
+def turned(
+    heads: Float[Array, "batch length heads head_dim"], norm: Norm, rotation: Rotation
+) -> Float[Array, "batch length heads head_dim"]:
+    """Queries or keys as attention compares them: normed per head and rotated."""
+    return rotate(rms_norm(heads, norm), *rotation)
+
+
+def self_attention(
+    queries: Float[Array, "batch length heads head_dim"],
+    keys: Float[Array, "batch length kv_heads head_dim"],
+    values: Float[Array, "batch length kv_heads head_dim"],
+    norms: tuple[Norm, Norm],
+    rotation: Rotation,
+) -> Float[Array, "batch length width"]:
+    """Causal attention of a stretch of tokens to itself, its queries and keys normed and rotated first."""
+    queries, keys = (turned(x, norm, rotation) for x, norm in zip((queries, keys), norms, strict=True))
+    first = jnp.zeros(queries.shape[0], jnp.int32)
+    return attention(queries, keys.swapaxes(1, 2), values.swapaxes(1, 2), first, ())
+
+
+def cached_attention(
+    queries: Float[Array, "batch length heads head_dim"],
+    keys: Float[Array, "batch length kv_heads head_dim"],
+    values: Float[Array, "batch length kv_heads head_dim"],
+    norms: tuple[Norm, Norm],
+    rotation: Rotation,
+    first: Int[Array, " batch"],
+    layer: LayerCache,
+) -> tuple[Float[Array, "batch length width"], LayerCache]:
+    """Attention of new tokens to the `first` ones that a row of the cache holds and to themselves, and the cache with
+    their keys and values. Queries and keys are normed and rotated first."""
+    queries, keys = (turned(x, norm, rotation) for x, norm in zip((queries, keys), norms, strict=True))
+    layer = layer.store(keys.swapaxes(1, 2), values.swapaxes(1, 2), first)
+    return attention(queries, layer.keys, layer.values, first, layer.scales), layer
 
 
 def attention(

@@ -42,6 +42,100 @@ void quantise(const float* row, int64_t groups, int8_t* values, float* scales, i
   }
 }
 
+// Norm, SwiGLU and rotation
+
+void norm(const float* row, const float* weight, int64_t size, float eps, float* out) {
+  Lanes totals[2] = {all(0.0f), all(0.0f)};
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= size; i += 2 * kLanes)
+    for (int half = 0; half < 2; ++half) {
+      const Lanes v = load(row + i + half * kLanes);
+      totals[half] = fma(v, v, totals[half]);
+    }
+  float total = sum(totals[0] + totals[1]);
+  for (; i < size; ++i) total += row[i] * row[i];
+  const float scale = 1.0f / __builtin_sqrtf(total / (float)size + eps);
+  for (i = 0; i + kLanes <= size; i += kLanes) store(out + i, load(row + i) * all(scale) * load(weight + i));
+  for (; i < size; ++i) out[i] = row[i] * scale * weight[i];
+}
+
+inline Lanes gated(Lanes gate, Lanes up) {
+  const Lanes power = exp_of(gate > all(0.0f) ? -gate : gate);
+  return gate * ((gate > all(0.0f) ? all(1.0f) : power) / (all(1.0f) + power)) * up;
+}
+
+void gate(const float* gate, float* up, int64_t count) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(up + i, gated(load(gate + i), load(up + i)));
+  if (i == count) return;
+  float gates[kLanes] = {}, ups[kLanes] = {};
+  memcpy(gates, gate + i, (count - i) * sizeof(float));
+  memcpy(ups, up + i, (count - i) * sizeof(float));
+  store(ups, gated(load(gates), load(ups)));
+  memcpy(up + i, ups, (count - i) * sizeof(float));
+}
+
+void turn(const float* head, const float* weight, float eps, const float* cos, const float* sin, int64_t size, float* out) {
+  if (weight != nullptr) {
+    norm(head, weight, size, eps, out);
+  } else {
+    memcpy(out, head, size * sizeof(float));
+  }
+  const int64_t half = size / 2;
+  int64_t j = 0;
+  for (; j + kLanes <= half; j += kLanes) {
+    const Lanes first = load(out + j), second = load(out + half + j);
+    store(out + j, first * load(cos + j) - second * load(sin + j));
+    store(out + half + j, second * load(cos + j) + first * load(sin + j));
+  }
+  for (; j < half; ++j) {
+    const float first = out[j], second = out[half + j];
+    out[j] = first * cos[j] - second * sin[j];
+    out[half + j] = second * cos[j] + first * sin[j];
+  }
+}
+
+// Writing the cache
+
+inline float magnitude(float value) { return value < 0.0f ? -value : value; }
+
+void keep_int8(const float* head, int64_t size, int8_t* to, float* scale) {
+  Lanes most = all(0.0f);
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) most = larger(most, larger(load(head + i), -load(head + i)));
+  float amount = largest(most);
+  for (; i < size; ++i) amount = magnitude(head[i]) > amount ? magnitude(head[i]) : amount;
+  *scale = amount / 127.0f;
+  const float inverse = amount > 0.0f ? 127.0f / amount : 0.0f;
+  for (i = 0; i + kLanes <= size; i += kLanes) {
+    const ByteLanes bytes = __builtin_convertvector(
+        __builtin_convertvector(rounded(load(head + i) * all(inverse)), IntLanes), ByteLanes);
+    memcpy(to + i, &bytes, sizeof bytes);
+  }
+  for (; i < size; ++i) to[i] = (int8_t)((head[i] * inverse + kRounder) - kRounder);
+}
+
+// Rounds to the nearest, ties to even; what is not a number stays so.
+inline uint16_t narrowed(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  if (value != value) return (uint16_t)(bits >> 16 | 0x40);
+  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+void keep(CacheType type, const float* head, int64_t size, void* to, float* scale) {
+  switch (type) {
+    case CacheType::kFloat32:
+      memcpy(to, head, size * sizeof(float));
+      return;
+    case CacheType::kBFloat16:
+      for (int64_t i = 0; i < size; ++i) ((uint16_t*)to)[i] = narrowed(head[i]);
+      return;
+    case CacheType::kInt8:
+      return keep_int8(head, size, (int8_t*)to, scale);
+  }
+}
+
 // Float16 scales of a block's eight rows
 
 inline Lanes widen_halves(const uint16_t* halves) {
@@ -479,6 +573,13 @@ void attend(CacheType type, const Span& span) {
 namespace kestrel {
 
 extern const Variant KESTREL_JOIN(variant_, KESTREL_VARIANT);
-const Variant KESTREL_JOIN(variant_, KESTREL_VARIANT) = {KESTREL_NAME(KESTREL_VARIANT), quantise, multiply, attend};
+const Variant KESTREL_JOIN(variant_, KESTREL_VARIANT) = {KESTREL_NAME(KESTREL_VARIANT),
+                                                                  quantise,
+                                                                  norm,
+                                                                  gate,
+                                                                  turn,
+                                                                  keep,
+                                                                  multiply,
+                                                                  attend};
 
 }  // namespace kestrel

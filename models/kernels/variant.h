@@ -47,6 +47,19 @@ struct Variant {
   // that is not finite gets a scale of NaN.
   void (*quantise)(const float* row, int64_t groups, int8_t* values, float* scales, int32_t* sums);
 
+  // out = row / sqrt(mean(row^2) + eps) * weight
+  void (*norm)(const float* row, const float* weight, int64_t size, float eps, float* out);
+
+  // up = silu(gate) * up
+  void (*gate)(const float* gate, float* up, int64_t count);
+
+  // One head, normed unless `weight` is null, then rotated: pairs (j, j + size / 2) by cos[j] and sin[j].
+  void (*turn)(const float* head, const float* weight, float eps, const float* cos, const float* sin, int64_t size,
+               float* out);
+
+  // Writes one head into a cache; int8 as round(head / scale), ties to even, scale = max|head| / 127.
+  void (*keep)(CacheType type, const float* head, int64_t size, void* to, float* scale);
+
   // out[tile][8] = one block of weights times up to kTile rows, in an order that does not depend on the number of rows.
   // Quantised: one fused multiply-add per group, in order, on the exact integer product. Float: the block holds `height`
   // rows of `inputs` numbers; 16 running sums per output.
@@ -56,5 +69,8 @@ struct Variant {
   // Attention of a span's queries to its positions, in the order of the positions.
   void (*attend)(CacheType type, const Span& span);
 };
+
+// The variant in use.
+const Variant& variant();
 
 }  // namespace kestrel

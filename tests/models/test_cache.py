@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.cache import CACHE_TYPES, empty_cache, grow_cache
+from models.cache import CACHE_TYPES, KVCache, empty_cache, grow_cache
 from models.config import parse_config
 from models.presets import preset
 
@@ -23,17 +23,22 @@ def new_tokens(length: int, seed: int) -> jax.Array:
     return jnp.asarray(values, jnp.float32)
 
 
+def stored(cache: KVCache, layer: int, keys: jax.Array, values: jax.Array) -> KVCache:
+    """The cache with new tokens in one layer."""
+    return cache.with_layer(layer, cache.layers[layer].store(keys, values, cache.length))
+
+
 @pytest.mark.parametrize("dtype", CACHE_TYPES)
 def test_stored_tokens_come_back_within_half_a_step(dtype):
     cache = empty_cache(CONFIG, 2, 16, dtype).advance(jnp.asarray([3, 7], jnp.int32))
     keys, values = new_tokens(4, 1), new_tokens(4, 2)
-    cache = cache.store(5, keys, values).advance(jnp.asarray([4, 4], jnp.int32))
-    stored_keys, stored_values, length, scales = cache.layer(5)
+    cache = stored(cache, 5, keys, values).advance(jnp.asarray([4, 4], jnp.int32))
+    stored_keys, stored_values, scales = cache.layers[5]
     assert stored_keys.dtype == stored_values.dtype == jnp.dtype(dtype)
     assert len(scales) == (2 if dtype == "int8" else 0)
-    np.testing.assert_array_equal(length, [7, 11])
-    for index, (stored, new) in enumerate(((stored_keys, keys), (stored_values, values))):
-        found = np.asarray(stored, np.float32) * (np.asarray(scales[index])[..., None] if scales else 1)
+    np.testing.assert_array_equal(cache.length, [7, 11])
+    for index, (kept, new) in enumerate(((stored_keys, keys), (stored_values, values))):
+        found = np.asarray(kept, np.float32) * (np.asarray(scales[index])[..., None] if scales else 1)
         for row, start in enumerate((3, 7)):
             largest = np.abs(new[row]).max(axis=-1, keepdims=True)
             assert (np.abs(found[row, :, start : start + 4] - new[row]) <= HALF_STEP[dtype] * largest).all()
@@ -43,7 +48,7 @@ def test_stored_tokens_come_back_within_half_a_step(dtype):
 
 @pytest.mark.parametrize("dtype", CACHE_TYPES)
 def test_growing_keeps_everything(dtype):
-    cache = empty_cache(CONFIG, 2, 8, dtype).store(0, new_tokens(4, 1), new_tokens(4, 2))
+    cache = stored(empty_cache(CONFIG, 2, 8, dtype), 0, new_tokens(4, 1), new_tokens(4, 2))
     cache = cache.advance(jnp.asarray([4, 2], jnp.int32))
     grown = grow_cache(cache, 24)
     assert grown.capacity == 24
@@ -56,12 +61,12 @@ def test_growing_keeps_everything(dtype):
 
 def test_storing_into_one_layer_leaves_the_others():
     cache = empty_cache(CONFIG, 2, 8, "int8")
-    changed = cache.store(1, new_tokens(2, 1), new_tokens(2, 2))
+    changed = stored(cache, 1, new_tokens(2, 1), new_tokens(2, 2))
     for layer in range(CONFIG.layers):
         same = all(
             np.array_equal(before, after)
             for before, after in zip(
-                jax.tree.leaves(cache.layer(layer)), jax.tree.leaves(changed.layer(layer)), strict=True
+                jax.tree.leaves(cache.layers[layer]), jax.tree.leaves(changed.layers[layer]), strict=True
             )
         )
         assert same == (layer != 1)

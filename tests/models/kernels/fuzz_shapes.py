@@ -7,8 +7,10 @@ Arguments are numpy arrays of exactly the right size in memory of their own, so 
 import sys
 from unittest import mock
 
+import jax
 import numpy as np
 
+from models.cache import CACHE_TYPES
 from models.kernels import ops
 from models.kernels.loader import active_variant, choose_variant, runnable_variants
 from tests.models.kernels.stored import FORMATS, random_cache, random_rows, random_weight
@@ -23,7 +25,7 @@ def main(library: str) -> None:
         choose_variant(variant)
         random = np.random.default_rng(0)
         for _ in range(40):
-            for call in (call_matmul, call_experts, call_attention):
+            for call in (call_matmul, call_gated_mlp, call_experts, call_attention):
                 call(random)
                 calls += 1
     print(calls, "calls")
@@ -35,8 +37,22 @@ def call_matmul(random: np.random.Generator) -> None:
     sizes = random.integers(1, 70, int(random.integers(1, 3))).tolist()
     format = str(random.choice(FORMATS))
     weights = [random_weight(random, format, size, inputs) for size in sizes]
-    for result in ops.matmul(random_rows(random, rows, inputs), weights, sizes):
+    for result in ops.matmul(random_rows(random, rows, inputs), random_norm(random, inputs), weights, sizes):
         np.asarray(result)
+
+
+def random_norm(random: np.random.Generator, size: int) -> ops.Norm:
+    """A norm, or none."""
+    return (np.ones(size, np.float32), 1e-6) if random.integers(2) else ops.no_norm()
+
+
+def call_gated_mlp(random: np.random.Generator) -> None:
+    """A gated MLP whose matrices may have different formats."""
+    hidden, intermediate, rows = (int(random.integers(1, high)) for high in (200, 200, 10))
+    shapes = ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
+    weights = [random_weight(random, str(random.choice(FORMATS)), *shape) for shape in shapes]
+    norm = random_norm(random, hidden)
+    np.asarray(ops.gated_mlp(random_rows(random, rows, hidden), norm, *weights, intermediate))
 
 
 def call_experts(random: np.random.Generator) -> None:
@@ -53,14 +69,16 @@ def call_experts(random: np.random.Generator) -> None:
 
 def call_attention(random: np.random.Generator) -> None:
     """Attention over caches of every type."""
-    batch, length, kv_heads, group, head_dim, held = (int(random.integers(1, high)) for high in (4, 4, 3, 4, 80, 600))
-    dtype = str(random.choice(["float32", "bfloat16", "int8"]))
-    shape = (batch, kv_heads, held + length, head_dim)
-    keys, key_scales = random_cache(random, dtype, shape)
-    values, value_scales = random_cache(random, dtype, shape)
+    batch, length, kv_heads, group, half_dim, held = (int(random.integers(1, high)) for high in (4, 4, 3, 4, 40, 600))
+    head_dim = 2 * half_dim
+    layer = random_cache(random, str(random.choice(CACHE_TYPES)), (batch, kv_heads, held + length, head_dim))
     first = random.integers(0, held + 1, batch).astype(np.int32)
-    queries = random_rows(random, batch, length, kv_heads * group, head_dim)
-    np.asarray(ops.attention(queries, keys, values, first, (*key_scales, *value_scales)))
+    heads = (kv_heads * group, kv_heads, kv_heads)
+    fresh = [random_rows(random, batch, length, count, head_dim) for count in heads]
+    norms = (random_norm(random, head_dim), random_norm(random, head_dim))
+    rotation = tuple(random_rows(random, batch, length, half_dim) for _ in range(2))
+    for array in jax.tree.leaves(ops.cached_attention(*fresh, norms, rotation, first, layer)):
+        np.asarray(array)
 
 
 if __name__ == "__main__":

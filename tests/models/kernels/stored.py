@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
+from models.cache import LayerCache
 from models.kernels.ops import no_scale
 from models.kernels.reference import BLOCK, GROUP
 
@@ -27,9 +28,10 @@ def random_rows(random: np.random.Generator, *shape: int) -> np.ndarray:
     return (random.standard_normal(shape) * np.exp(random.standard_normal((*shape[:-1], 1)))).astype(np.float32)
 
 
-def random_cache(random: np.random.Generator, dtype: str, shape: tuple[int, ...]):
-    """Keys or values and, for int8, their scales."""
+def random_cache(random: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> LayerCache:
+    """Keys and values `[batch, kv_heads, capacity, head_dim]` of a layer and, for int8, their scales."""
     if dtype == "int8":
-        scale = random.uniform(0.005, 0.02, shape[:-1]).astype(np.float32)
-        return jnp.asarray(random.integers(-127, 128, shape, np.int8)), (jnp.asarray(scale),)
-    return jnp.asarray(random.standard_normal(shape), jnp.dtype(dtype)), ()
+        numbers = [jnp.asarray(random.integers(-127, 128, shape, np.int8)) for _ in range(2)]
+        scales = [jnp.asarray(random.uniform(0.005, 0.02, shape[:-1]).astype(np.float32)) for _ in range(2)]
+        return LayerCache(*numbers, tuple(scales))
+    return LayerCache(*(jnp.asarray(random.standard_normal(shape), jnp.dtype(dtype)) for _ in range(2)))

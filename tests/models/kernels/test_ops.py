@@ -1,14 +1,22 @@
 """The compiled kernels against plain JAX, in every variant, and the independence of their rows."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models.cache import CACHE_TYPES, LayerCache
 from models.kernels import ops, reference
 from tests.models.kernels.stored import FORMATS, random_cache, random_rows, random_weight
 
 SHAPES = ((8, 32), (1, 1), (24, 96), (7, 33), (40, 2048), (130, 70))
+
+
+def matmul(x, weights, outputs, norm=None):
+    """The product without a norm, where a test does not care for one."""
+    return ops.matmul(x, ops.no_norm() if norm is None else norm, weights, outputs)
 
 
 def close(found, wanted, tolerance: float = 2e-6) -> None:
@@ -23,7 +31,7 @@ def test_matmul_equals_the_reference(variant, format, outputs, inputs, rows):
     random = np.random.default_rng([outputs, inputs, rows])
     weight = random_weight(random, format, outputs, inputs)
     x = jnp.asarray(random_rows(random, rows, inputs))
-    [found] = ops.matmul(x, [weight], [outputs])
+    [found] = matmul(x, [weight], [outputs])
     close(found, reference.matmul(x, *weight, outputs))
 
 
@@ -33,8 +41,8 @@ def test_matmul_with_several_weights(variant, format):
     sizes = (50, 8, 200)
     weights = [random_weight(random, format, size, 64) for size in sizes]
     x = jnp.asarray(random_rows(random, 5, 64))
-    for found, weight, size in zip(ops.matmul(x, weights, sizes), weights, sizes, strict=True):
-        np.testing.assert_array_equal(found, ops.matmul(x, [weight], [size])[0])
+    for found, weight, size in zip(matmul(x, weights, sizes), weights, sizes, strict=True):
+        np.testing.assert_array_equal(found, matmul(x, [weight], [size])[0])
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -42,9 +50,9 @@ def test_rows_of_a_matmul_do_not_depend_on_each_other(variant, format):
     random = np.random.default_rng(2)
     weight = random_weight(random, format, 72, 160)
     x = jnp.asarray(random_rows(random, 32, 160))
-    alone = np.concatenate([ops.matmul(x[row : row + 1], [weight], [72])[0] for row in range(32)])
+    alone = np.concatenate([matmul(x[row : row + 1], [weight], [72])[0] for row in range(32)])
     for rows in range(1, 33):
-        np.testing.assert_array_equal(ops.matmul(x[:rows], [weight], [72])[0], alone[:rows])
+        np.testing.assert_array_equal(matmul(x[:rows], [weight], [72])[0], alone[:rows])
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -53,9 +61,9 @@ def test_a_value_that_is_not_finite_shows_in_its_own_row_alone(variant, format, 
     random = np.random.default_rng(3)
     weight = random_weight(random, format, 16, 64)
     x = random_rows(random, 2, 64)
-    [clean] = ops.matmul(jnp.asarray(x), [weight], [16])
+    [clean] = matmul(jnp.asarray(x), [weight], [16])
     x[1, 40] = bad
-    [found] = ops.matmul(jnp.asarray(x), [weight], [16])
+    [found] = matmul(jnp.asarray(x), [weight], [16])
     np.testing.assert_array_equal(found[0], clean[0])
     assert not np.isfinite(np.asarray(found[1])).any()
 
@@ -65,7 +73,7 @@ def test_activations_of_any_size(variant, amount):
     random = np.random.default_rng(4)
     weight = random_weight(random, "q8", 16, 64)
     x = jnp.asarray(random.uniform(-1, 1, (2, 64)).astype(np.float32) * np.float32(amount))
-    [found] = ops.matmul(x, [weight], [16])
+    [found] = matmul(x, [weight], [16])
     close(found, reference.matmul(x, *weight, 16))
 
 
@@ -89,61 +97,155 @@ def test_experts_equal_the_reference(variant, format, hidden, intermediate):
         np.testing.assert_array_equal(alone[0], found[token])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("size", [64, 70, 8, 3])
+def test_a_norm_comes_before_the_product(variant, format, size):
+    random = np.random.default_rng(10)
+    weight = random_weight(random, format, 24, size)
+    norm = (jnp.asarray(random.uniform(0.5, 2, size), jnp.float32), 1e-6)
+    x = jnp.asarray(random_rows(random, 5, size))
+    [found] = matmul(x, [weight], [24], norm)
+    wanted = reference.matmul(reference.rms_norm(x, norm), *weight, 24)
+    # An activation of quantised weights may be rounded to the other side.
+    close(found, wanted, 1e-2 if format in ("q4", "q8") else 1e-5)
+    assert np.median(np.abs(found - wanted)) < 1e-5 * np.max(np.abs(wanted))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("hidden", "intermediate"), [(64, 96), (40, 20), (3, 1), (96, 130)])
+def test_gated_mlp_equals_the_reference(variant, format, hidden, intermediate):
+    random = np.random.default_rng(11)
+    gate, up = (random_weight(random, format, intermediate, hidden) for _ in range(2))
+    down = random_weight(random, format, hidden, intermediate)
+    norm = (jnp.asarray(random.uniform(0.5, 2, hidden), jnp.float32), 1e-6)
+    x = jnp.asarray(random_rows(random, 9, hidden))
+    found = ops.gated_mlp(x, norm, gate, up, down, intermediate)
+    wanted = reference.gated_mlp(x, norm, gate, up, down, intermediate)
+    close(found, wanted, 2e-2 if format in ("q4", "q8") else 1e-5)
+    assert np.median(np.abs(found - wanted)) < 1e-4 * np.max(np.abs(wanted))
+    for row in range(9):
+        alone = ops.gated_mlp(x[row : row + 1], norm, gate, up, down, intermediate)
+        np.testing.assert_array_equal(alone[0], found[row])
+
+
+def test_gates_of_any_size(variant):
+    gates = jnp.asarray([[-200.0, -88, -30, -1, -1e-30, 0, 1e-30, 1, 30, 88, 200, 1e30, -1e30]]).T
+    one = (jnp.ones((1, 1)), ops.no_scale())
+    # Each row has one input, and a gated MLP of ones gives silu(x) * x.
+    found = ops.gated_mlp(gates, ops.no_norm(), one, one, one, 1)
+    np.testing.assert_allclose(found, jax.nn.silu(gates) * gates, rtol=1e-6)
+
+
+def new_tokens(random, batch, length, heads, kv_heads, head_dim):
+    """Queries, keys, values, norms and rotation of new tokens."""
+    queries, keys, values = (
+        jnp.asarray(random_rows(random, batch, length, count, head_dim)) for count in (heads, kv_heads, kv_heads)
+    )
+    norms = tuple((jnp.asarray(random.uniform(0.5, 2, head_dim), jnp.float32), 1e-6) for _ in range(2))
+    angles = jnp.asarray(random.uniform(-3, 3, (batch, length, head_dim // 2)), jnp.float32)
+    return queries, keys, values, norms, (jnp.cos(angles), jnp.sin(angles))
+
+
+@pytest.mark.parametrize("dtype", CACHE_TYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 32), (3, 1, 20), (2, 2, 128), (6, 2, 70)])
 @pytest.mark.parametrize("length", [1, 3])
 def test_attention_equals_the_reference(variant, dtype, heads, kv_heads, head_dim, length):
     random = np.random.default_rng(6)
-    keys, key_scales = random_cache(random, dtype, (3, kv_heads, 700, head_dim))
-    values, value_scales = random_cache(random, dtype, (3, kv_heads, 700, head_dim))
-    queries = jnp.asarray(random_rows(random, 3, length, heads, head_dim))
+    layer = random_cache(random, dtype, (3, kv_heads, 700, head_dim))
+    fresh = new_tokens(random, 3, length, heads, kv_heads, head_dim)
     first = jnp.asarray([0, 255, 700 - length], jnp.int32)
-    scales = (*key_scales, *value_scales)
-    found = ops.attention(queries, keys, values, first, scales)
-    close(found, reference.attention(queries, keys, values, first, scales), 1e-5)
+    found, found_layer = ops.cached_attention(*fresh, first, layer)
+    wanted, wanted_layer = reference.cached_attention(*fresh, first, layer)
+    # A number that is stored narrow may be rounded to the other side.
+    close(found, wanted, {"float32": 1e-5, "bfloat16": 2e-3, "int8": 4e-3}[dtype])
+    step = {"float32": 2e-6, "bfloat16": 2.0**-7, "int8": 1.0}[dtype]
+    for stored, expected in zip(jax.tree.leaves(found_layer), jax.tree.leaves(wanted_layer), strict=True):
+        stored, expected = np.asarray(stored, np.float32), np.asarray(expected, np.float32)
+        largest = 1.0 if dtype == "int8" else np.abs(expected).max()
+        assert np.abs(stored - expected).max() <= step * largest
+        assert (stored != expected).mean() < 0.01
+    for row, start in enumerate(first):
+        untouched = np.r_[0:start, start + length : 700]
+        for stored, before in zip(jax.tree.leaves(found_layer), jax.tree.leaves(layer), strict=True):
+            np.testing.assert_array_equal(stored[row, :, untouched], before[row, :, untouched])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_calls_from_several_threads_do_not_disturb_each_other(variant):
+    random = np.random.default_rng(17)
+    weights = [random_weight(random, "q4", 256, 128) for _ in range(4)]
+    rows = [jnp.asarray(random_rows(random, 3, 128)) for _ in weights]
+    wanted = [np.asarray(matmul(x, [weight], [256])[0]) for x, weight in zip(rows, weights, strict=True)]
+
+    def call(index):
+        return [np.asarray(matmul(rows[index], [weights[index]], [256])[0]) for _ in range(50)]
+
+    with ThreadPoolExecutor(len(weights)) as pool:
+        for found, product in zip(pool.map(call, range(len(weights))), wanted, strict=True):
+            for result in found:
+                np.testing.assert_array_equal(result, product)
+
+
+def test_attention_without_norms(variant):
+    random = np.random.default_rng(12)
+    layer = random_cache(random, "float32", (1, 1, 40, 32))
+    queries, keys, values, _, rotation = new_tokens(random, 1, 1, 2, 1, 32)
+    given = (queries, keys, values, (ops.no_norm(), ops.no_norm()), rotation, jnp.asarray([30], jnp.int32), layer)
+    close(ops.cached_attention(*given)[0], reference.cached_attention(*given)[0], 1e-5)
+
+
+@pytest.mark.parametrize("dtype", CACHE_TYPES)
 def test_attention_of_a_row_depends_on_neither_batch_nor_capacity(variant, dtype):
     random = np.random.default_rng(7)
-    keys, key_scales = random_cache(random, dtype, (4, 2, 1024, 64))
-    values, value_scales = random_cache(random, dtype, (4, 2, 1024, 64))
-    queries = jnp.asarray(random_rows(random, 4, 1, 6, 64))
+    layer = random_cache(random, dtype, (4, 2, 1024, 64))
+    queries, keys, values, norms, rotation = new_tokens(random, 4, 1, 6, 2, 64)
     first = jnp.asarray([3, 256, 511, 600], jnp.int32)
-    together = ops.attention(queries, keys, values, first, (*key_scales, *value_scales))
+    together, stored = ops.cached_attention(queries, keys, values, norms, rotation, first, layer)
     for row in range(4):
         one = slice(row, row + 1)
+        own = [x[one] for x in (queries, keys, values)]
         for capacity in (602, 1024):
-            cut = [scale[one, :, :capacity] for scale in (*key_scales, *value_scales)]
-            alone = ops.attention(queries[one], keys[one, :, :capacity], values[one, :, :capacity], first[one], cut)
+            cut = jax.tree.map(lambda array, one=one, capacity=capacity: array[one, :, :capacity], layer)
+            alone, kept = ops.cached_attention(*own, norms, [x[one] for x in rotation], first[one], cut)
             np.testing.assert_array_equal(alone[0], together[row])
+            for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(stored), strict=True):
+                np.testing.assert_array_equal(a[0], b[row, :, :capacity])
 
 
 def test_attention_reads_nothing_that_is_not_visible(variant):
     random = np.random.default_rng(8)
-    keys, _ = random_cache(random, "float32", (1, 1, 300, 32))
-    queries = jnp.asarray(random_rows(random, 1, 1, 2, 32))
-    first = jnp.asarray([270], jnp.int32)
-    clean = ops.attention(queries, keys, keys, first)
-    spoilt = keys.at[:, :, 271:].set(jnp.nan)
-    np.testing.assert_array_equal(ops.attention(queries, spoilt, spoilt, first), clean)
+    layer = random_cache(random, "float32", (1, 1, 300, 32))
+    fresh, first = new_tokens(random, 1, 1, 2, 1, 32), jnp.asarray([270], jnp.int32)
+    clean, _ = ops.cached_attention(*fresh, first, layer)
+    spoilt = jax.tree.map(lambda array: array.at[:, :, 270:].set(jnp.nan), layer)
+    np.testing.assert_array_equal(ops.cached_attention(*fresh, first, spoilt)[0], clean)
 
 
 def test_large_scores_do_not_overflow(variant):
-    keys = jnp.full((1, 1, 300, 32), 50.0).at[0, 0, 7].set(100.0)
-    queries = jnp.full((1, 1, 1, 32), 100.0)
-    found = ops.attention(queries, keys, keys, jnp.asarray([299], jnp.int32))
-    np.testing.assert_array_equal(found, np.full((1, 1, 32), 100.0, np.float32))
+    layer = LayerCache(jnp.full((1, 1, 300, 32), 50.0).at[0, 0, 7].set(100.0), jnp.full((1, 1, 300, 32), 2.0))
+    layer = layer._replace(values=layer.values.at[0, 0, 7].set(3.0))
+    still = (jnp.ones((1, 1, 16)), jnp.zeros((1, 1, 16)))
+    queries, small = jnp.full((1, 1, 1, 32), 100.0), jnp.ones((1, 1, 1, 32))
+    norms = (ops.no_norm(), ops.no_norm())
+    found, _ = ops.cached_attention(queries, small, small, norms, still, jnp.asarray([299], jnp.int32), layer)
+    np.testing.assert_array_equal(found, np.full((1, 1, 32), 3.0, np.float32))
+
+
+def test_a_donated_cache_is_changed_in_place(variant):
+    layer = random_cache(np.random.default_rng(13), "int8", (1, 1, 64, 32))
+    fresh = new_tokens(np.random.default_rng(14), 1, 1, 2, 1, 32)
+    step = jax.jit(lambda layer, first: ops.cached_attention(*fresh, first, layer)[1], donate_argnums=0)
+    before = [array.unsafe_buffer_pointer() for array in jax.tree.leaves(layer)]
+    after = [array.unsafe_buffer_pointer() for array in jax.tree.leaves(step(layer, jnp.asarray([5], jnp.int32)))]
+    assert after == before
+
+
+Q4_WEIGHT = (jnp.zeros((2, 2, 128), jnp.uint8), jnp.zeros((2, 2, 8), jnp.float16))  # [16, 64]
 
 
 def matmul_fault(**changed):
-    arguments = {
-        "x": jnp.zeros((2, 64)),
-        "weight": jnp.zeros((2, 2, 128), jnp.uint8),
-        "scale": jnp.zeros((2, 2, 8), jnp.float16),
-        "outputs": 16,
-    } | changed
-    return ops.matmul(arguments["x"], [(arguments["weight"], arguments["scale"])], [arguments["outputs"]])
+    weight, scale = Q4_WEIGHT
+    arguments = {"x": jnp.zeros((2, 64)), "weight": weight, "scale": scale, "outputs": 16} | changed
+    return matmul(arguments["x"], [(arguments["weight"], arguments["scale"])], [arguments["outputs"]])
 
 
 @pytest.mark.parametrize(
@@ -172,19 +274,58 @@ def test_an_expert_that_does_not_exist_is_named():
         jax.block_until_ready(ops.experts(jnp.zeros((2, 32)), ids, jnp.zeros((2, 2)), gate_up, down, 32))
 
 
+def test_a_norm_of_another_size_is_named():
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"norm has shape \[63\], wanted is \[64\]"):
+        jax.block_until_ready(ops.matmul(jnp.zeros((2, 64)), (jnp.ones(63), 1e-6), [Q4_WEIGHT], [16]))
+
+
+@pytest.mark.parametrize(
+    ("index", "weight", "named"),
+    [
+        (0, (jnp.zeros((16, 63)), ops.no_scale()), r"gate has shape \[16, 63\], wanted is \[16, 64\]"),
+        (1, (jnp.zeros((15, 64)), ops.no_scale()), r"up has shape \[15, 64\], wanted is \[16, 64\]"),
+        (2, Q4_WEIGHT, r"down has shape"),
+    ],
+)
+def test_a_wrong_weight_of_the_gated_mlp_is_named(index, weight, named):
+    weights = [Q4_WEIGHT, Q4_WEIGHT, (jnp.zeros((64, 16)), ops.no_scale())]
+    weights[index] = weight
+    with pytest.raises(jax.errors.JaxRuntimeError, match=named):
+        jax.block_until_ready(ops.gated_mlp(jnp.zeros((2, 64)), ops.no_norm(), *weights, 16))
+
+
 @pytest.mark.parametrize(
     ("first", "keys", "values", "named"),
     [
         (8, (1, 1, 8, 32), (1, 1, 8, 32), "row 0 holds 8 tokens and gets 1, capacity is 8"),
         (-1, (1, 1, 8, 32), (1, 1, 8, 32), "row 0 holds -1"),
-        (0, (1, 1, 8, 16), (1, 1, 8, 16), "keys has shape"),
-        (0, (1, 1, 8, 32), (1, 1, 9, 32), "values has shape"),
-        (0, (1, 3, 8, 32), (1, 3, 8, 32), "multiple of kv_heads"),
+        (0, (1, 1, 8, 16), (1, 1, 8, 16), "cached keys has shape"),
+        (0, (1, 1, 8, 32), (1, 1, 9, 32), "cached values has shape"),
+        (0, (1, 3, 8, 32), (1, 3, 8, 32), "cached keys has shape"),
     ],
 )
-def test_a_wrong_argument_of_attention_is_named(first, keys, values, named):
-    queries = jnp.zeros((1, 1, 2, 32))
+def test_a_wrong_cache_is_named(first, keys, values, named):
+    fresh = new_tokens(np.random.default_rng(15), 1, 1, 2, 1, 32)
+    layer = LayerCache(jnp.zeros(keys), jnp.zeros(values))
     with pytest.raises(jax.errors.JaxRuntimeError, match=named):
-        jax.block_until_ready(
-            ops.attention(queries, jnp.zeros(keys), jnp.zeros(values), jnp.asarray([first], jnp.int32))
-        )
+        jax.block_until_ready(ops.cached_attention(*fresh, jnp.asarray([first], jnp.int32), layer))
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({0: jnp.zeros((1, 1, 3, 32))}, "the number of heads should be a multiple of kv_heads"),
+        ({2: jnp.zeros((1, 1, 2, 30))}, "values has shape"),
+        ({3: ((jnp.ones(31), 1e-6), (jnp.ones(32), 1e-6))}, r"query_norm has shape \[31\]"),
+        ({3: ((jnp.ones(32), 1e-6), (jnp.ones(31), 1e-6))}, r"key_norm has shape \[31\]"),
+        ({4: (jnp.ones((1, 1, 15)), jnp.ones((1, 1, 16)))}, "cos has shape"),
+        ({4: (jnp.ones((1, 1, 16)), jnp.ones((1, 1, 15)))}, "sin has shape"),
+    ],
+)
+def test_a_wrong_argument_of_attention_is_named(changed, named):
+    fresh = list(new_tokens(np.random.default_rng(16), 1, 1, 4, 2, 32))
+    for index, value in changed.items():
+        fresh[index] = value
+    layer = LayerCache(jnp.zeros((1, 2, 8, 32)), jnp.zeros((1, 2, 8, 32)))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=named):
+        jax.block_until_ready(ops.cached_attention(*fresh, jnp.asarray([0], jnp.int32), layer))

@@ -1,0 +1,191 @@
+// Attention of new tokens: norms and rotates their queries and keys, writes keys and values into the cache, and attends.
+#pragma once
+
+#include <cmath>
+
+#include "arguments.h"
+
+namespace kestrel {
+
+using Floats = ffi::Buffer<ffi::F32>;
+
+// Keys or values [batch, kv_heads, capacity, head_dim], and if they are int8 their scales [batch, kv_heads, capacity].
+struct Cache {
+  CacheType type;
+  int64_t bytes;  // of one number
+  char* numbers;
+  float* scales;
+
+  char* at(int64_t line, int64_t head_dim) const { return numbers + line * head_dim * bytes; }
+  float* scales_at(int64_t line) const { return scales == nullptr ? nullptr : scales + line; }
+};
+
+// Reads array `index` of the cache (keys, values) with its scale, which are arguments and, changed in place, results.
+inline Cache read_cache(Check& check, size_t index, const std::string& name, std::vector<int64_t> shape,
+                        const ffi::RemainingArgs& arrays, const ffi::RemainingRets& results) {
+  Cache cache{CacheType::kFloat32, 4, nullptr, nullptr};
+  const auto array = arrays.get<ffi::AnyBuffer>(index);
+  auto result = results.get<ffi::AnyBuffer>(index);
+  check.that(array.has_value() && result.has_value(), name + " is missing");
+  if (check.failed()) return cache;
+  const auto type = array->element_type();
+  check.that(type == ffi::F32 || type == ffi::BF16 || type == ffi::S8, name + " should be float32, bfloat16 or int8");
+  check.shape(name.c_str(), *array, shape);
+  check.that(array->untyped_data() == (*result)->untyped_data(), name + " should be changed in place");
+  const bool narrow = type == ffi::S8;
+  check.that(arrays.size() == (narrow ? 4u : 2u) && results.size() == arrays.size(),
+             "an int8 cache needs key_scales and value_scales, others take none");
+  if (check.failed()) return cache;
+  if (type == ffi::BF16) cache = {CacheType::kBFloat16, 2, nullptr, nullptr};
+  if (narrow) cache = {CacheType::kInt8, 1, nullptr, nullptr};
+  cache.numbers = static_cast<char*>(array->untyped_data());
+  if (!narrow) return cache;
+  const auto scales = arrays.get<ffi::BufferR3<ffi::F32>>(index + 2);
+  auto changed = results.get<ffi::AnyBuffer>(index + 2);
+  check.that(scales.has_value() && changed.has_value(), "the scales of " + name + " should be float32 with 3 axes");
+  if (check.failed()) return cache;
+  shape.pop_back();
+  check.shape(("the scales of " + name).c_str(), scales.value(), shape);
+  check.that(scales->untyped_data() == (*changed)->untyped_data(), "the scales of " + name + " should be changed in place");
+  cache.scales = scales->typed_data();
+  return cache;
+}
+
+// The new tokens' heads as they come from the projections.
+struct NewTokens {
+  int64_t batch, length, heads, kv_heads, head_dim;
+  const float *queries, *keys, *values;  // [batch, length, heads or kv_heads, head_dim]
+  Norm query_norm, key_norm;
+  const float *cos, *sin;  // [batch, length, head_dim / 2]
+
+  int64_t group() const { return heads / kv_heads; }
+};
+
+struct Layer {
+  NewTokens fresh;
+  const int32_t* first;
+  int64_t capacity;
+  Cache keys, values;
+
+  // The place of a row's position in the cache.
+  int64_t line(int64_t row, int64_t kv_head, int64_t position) const {
+    return (row * fresh.kv_heads + kv_head) * capacity + position;
+  }
+};
+
+// Takes one token's keys and values into the cache, and leaves its queries, rotated and scaled, in `queries`.
+inline void take_token(const Layer& layer, int64_t row, int64_t place, float scale, float* queries) {
+  const NewTokens& fresh = layer.fresh;
+  const int64_t token = row * fresh.length + place, size = fresh.head_dim;
+  const float *cos = fresh.cos + token * (size / 2), *sin = fresh.sin + token * (size / 2);
+  for (int64_t head = 0; head < fresh.heads; ++head) {
+    float* query = queries + head * size;
+    variant().turn(fresh.queries + (token * fresh.heads + head) * size, fresh.query_norm.weight, fresh.query_norm.eps,
+                   cos, sin, size, query);
+    for (int64_t i = 0; i < size; ++i) query[i] *= scale;
+  }
+  float* key = queries + fresh.heads * size;  // of the room for queries the last head's worth is for this
+  for (int64_t head = 0; head < fresh.kv_heads; ++head) {
+    const int64_t from = (token * fresh.kv_heads + head) * size, line = layer.line(row, head, layer.first[row] + place);
+    variant().turn(fresh.keys + from, fresh.key_norm.weight, fresh.key_norm.eps, cos, sin, size, key);
+    variant().keep(layer.keys.type, key, size, layer.keys.at(line, size), layer.keys.scales_at(line));
+    variant().keep(layer.values.type, fresh.values + from, size, layer.values.at(line, size),
+                   layer.values.scales_at(line));
+  }
+}
+
+// Attention of the queries of one key/value head, `count` of them, to its first `visible` positions.
+inline void attend_head(const Layer& layer, int64_t row, int64_t kv_head, int64_t visible, const float* queries, float* y) {
+  const int64_t size = layer.fresh.head_dim, count = layer.fresh.group(), spans = (visible + kSpan - 1) / kSpan;
+  thread_local Scratch partial;
+  partial.reserve(2 * Scratch::room(spans * count * sizeof(float)) + Scratch::room(spans * count * size * sizeof(float)));
+  float* largest = partial.take<float>(spans * count);
+  float* totals = partial.take<float>(spans * count);
+  float* mixed = partial.take<float>(spans * count * size);
+  for (int64_t span = 0; span < spans; ++span) {
+    const int64_t start = span * kSpan, line = layer.line(row, kv_head, start), at = span * count;
+    variant().attend(layer.keys.type, {queries, count, size, layer.keys.at(line, size), layer.values.at(line, size),
+                                       layer.keys.scales_at(line), layer.values.scales_at(line),
+                                       std::min(kSpan, visible - start), largest + at, totals + at, mixed + at * size});
+  }
+  for (int64_t query = 0; query < count; ++query) {
+    float* out = y + query * size;
+    float top = largest[query], total = 0.0f;
+    for (int64_t at = query; at < spans * count; at += count) top = std::max(top, largest[at]);
+    std::fill(out, out + size, 0.0f);
+    for (int64_t at = query; at < spans * count; at += count) {
+      const float weight = std::exp(largest[at] - top);
+      total += weight * totals[at];
+      for (int64_t i = 0; i < size; ++i) out[i] += weight * mixed[at * size + i];
+    }
+    for (int64_t i = 0; i < size; ++i) out[i] /= total;
+  }
+}
+
+inline void attend(ffi::ThreadPool& pool, const Layer& layer, float scale, float* y) {
+  const NewTokens& fresh = layer.fresh;
+  const int64_t length = fresh.length, kv_heads = fresh.kv_heads, tokens = fresh.batch * length;
+  const int64_t width = (fresh.heads + 1) * fresh.head_dim;  // of one token's queries, and one key
+  scratch.reserve(Scratch::room(tokens * width * sizeof(float)));
+  float* queries = scratch.take<float>(tokens * width);
+  constexpr int64_t kTokensAtOnce = 4;
+  parallel_for(pool, (tokens + kTokensAtOnce - 1) / kTokensAtOnce, [&](int64_t piece) {
+    for (int64_t token = piece * kTokensAtOnce; token < std::min(tokens, (piece + 1) * kTokensAtOnce); ++token)
+      take_token(layer, token / length, token % length, scale, queries + token * width);
+  });
+  parallel_for(pool, tokens * kv_heads, [&](int64_t item) {
+    const int64_t token = item / kv_heads, kv_head = item % kv_heads, row = token / length;
+    // Heads of one key/value head are neighbours, so its queries and results are one stretch of memory.
+    const int64_t own = kv_head * fresh.group() * fresh.head_dim;
+    attend_head(layer, row, kv_head, layer.first[row] + token % length + 1, queries + token * width + own,
+                y + token * fresh.heads * fresh.head_dim + own);
+  });
+}
+
+// queries [batch, length, heads, head_dim], keys and values [batch, length, kv_heads, head_dim], and a layer's cache, whose
+// rows hold `first` tokens: query i of a row sees the positions 0 .. first + i.
+inline ffi::Error attention(ffi::ThreadPool pool, Floats queries, Floats keys, Floats values, Floats query_norm,
+                            Floats key_norm, Floats cos, Floats sin, ffi::Buffer<ffi::S32> first,
+                            ffi::RemainingArgs cache, ffi::Result<Floats> y, ffi::RemainingRets changed, float scale,
+                            float eps) {
+  Check check;
+  check.that(queries.dimensions().size() == 4,
+             "queries has shape " + shown(queries.dimensions()) + ", wanted is [batch, length, heads, head_dim]");
+  check.that(keys.dimensions().size() == 4,
+             "keys has shape " + shown(keys.dimensions()) + ", wanted is [batch, length, kv_heads, head_dim]");
+  const auto held = cache.get<ffi::AnyBuffer>(0);
+  check.that(held.has_value() && held->dimensions().size() == 4,
+             "cached keys should be [batch, kv_heads, capacity, head_dim]");
+  if (check.failed()) return check.error();
+  const auto shape = queries.dimensions();
+  const int64_t batch = shape[0], length = shape[1], heads = shape[2], head_dim = shape[3];
+  const int64_t kv_heads = keys.dimensions()[2], capacity = held->dimensions()[2];
+  check.shape("keys", keys, {batch, length, kv_heads, head_dim});
+  check.shape("values", values, {batch, length, kv_heads, head_dim});
+  check.shape("cos", cos, {batch, length, head_dim / 2});
+  check.shape("sin", sin, {batch, length, head_dim / 2});
+  check.shape("first", first, {batch});
+  check.shape("y", *y, {batch, length, heads * head_dim});
+  check.that(head_dim % 2 == 0, "head_dim should be even");
+  check.that(kv_heads > 0 && heads % kv_heads == 0, "the number of heads should be a multiple of kv_heads");
+  const Norm of_queries = read_norm(check, "query_norm", query_norm, eps, head_dim);
+  const Norm of_keys = read_norm(check, "key_norm", key_norm, eps, head_dim);
+  const std::vector<int64_t> wanted = {batch, kv_heads, capacity, head_dim};
+  const Cache cached_keys = read_cache(check, 0, "cached keys", wanted, cache, changed);
+  const Cache cached_values = read_cache(check, 1, "cached values", wanted, cache, changed);
+  check.that(cached_keys.type == cached_values.type, "cached values have another dtype than cached keys");
+  for (int64_t row = 0; row < batch && !check.failed(); ++row) {
+    const int64_t begun = first.typed_data()[row];
+    check.that(begun >= 0 && begun + length <= capacity,
+               "first: row " + std::to_string(row) + " holds " + std::to_string(begun) + " tokens and gets " +
+                   std::to_string(length) + ", capacity is " + std::to_string(capacity));
+  }
+  if (check.failed()) return check.error();
+  if (batch * length == 0) return ffi::Error::Success();
+  const NewTokens fresh = {batch, length, heads, kv_heads, head_dim, queries.typed_data(), keys.typed_data(),
+                           values.typed_data(), of_queries, of_keys, cos.typed_data(), sin.typed_data()};
+  attend(pool, {fresh, first.typed_data(), capacity, cached_keys, cached_values}, scale, y->typed_data());
+  return ffi::Error::Success();
+}
+
+}  // namespace kestrel
