@@ -54,7 +54,7 @@ async def run(settings: Settings, bound: socket.socket) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    engine = Engine(lambda: load(settings), settings.max_queued)
+    engine = Engine(lambda: load(settings), settings)
     listener = Listener(create_app(engine, settings), bound, keep_alive=KEEP_ALIVE_SECONDS)
     await listener.start()
     await _first(asked.wait(), _announce(engine, settings))

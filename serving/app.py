@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +16,7 @@ from serving import chat, sse
 from serving.chat_request import parse_chat_request
 from serving.engine import Engine
 from serving.errors import ApiError
+from serving.metrics import CONTENT_TYPE
 from serving.settings import Settings
 
 log = logging.getLogger("kestrel.http")
@@ -32,12 +34,12 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
     workers = ThreadPoolExecutor(PREPARING_THREADS, thread_name_prefix="prepare")
     started = int(time.time())
 
-    @app.before_serving
-    async def start() -> None:
+    @app.while_serving
+    async def run() -> AsyncIterator[None]:
         engine.start()
-
-    @app.after_serving
-    async def stop() -> None:
+        lag = asyncio.create_task(engine.metrics.measure_lag())
+        yield
+        lag.cancel()
         engine.stop()
         workers.shutdown(wait=False, cancel_futures=True)
 
@@ -55,6 +57,11 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
             "max_queued": engine.max_queued,
         }
         return jsonify(state), 200 if engine.state == "ok" else 503
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """What happens inside, for Prometheus."""
+        return Response(engine.metrics.exposition(), content_type=CONTENT_TYPE)
 
     @app.get("/v1/models")
     async def models() -> Response:

@@ -2,7 +2,8 @@
 
 The event loop admits, submits and cancels; the thread loads, computes and sends events back with
 `loop.call_soon_threadsafe`. The set of live jobs belongs to the loop, the model and every JAX call to the thread; what
-both touch are single flags of a job: `cancelled`, set by the loop, and `running`, set by the thread.
+both touch are single values of a job (`cancelled`, set by the loop; `running` and what has been computed, set by the
+thread) and the metrics, which lock themselves.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 from models import KestrelError, LoadedModel, PrefillProgress, Step
 from serving.errors import ApiError, bad_request
 from serving.job import Failure, Job, Work
+from serving.metrics import Metrics
+from serving.settings import Settings
 
 log = logging.getLogger("kestrel.engine")
 State = Literal["loading", "ok", "draining", "error"]
@@ -27,14 +30,17 @@ RETRY_SECONDS = {"loading": 5, "draining": 30, "error": 60}
 class Engine:
     """Admission, the queue, and the thread behind it. All methods are called on the event loop."""
 
-    def __init__(self, load: Callable[[], LoadedModel], max_queued: int) -> None:
-        """`load` runs on the engine thread; `max_queued` bounds the requests that wait, 0 for no bound. `loaded` is set
-        when the model is, or cannot be: `state` tells which, and `problem` why."""
+    def __init__(self, load: Callable[[], LoadedModel], settings: Settings) -> None:
+        """`load` runs on the engine thread. `loaded` is set when the model is, or cannot be: `state` tells which, and
+        `problem` why."""
         self.model: LoadedModel | None = None
         self.state: State = "loading"
         self.problem = ""
         self.total_requests = 0
-        self.max_queued = max_queued
+        self.max_queued = settings.max_queued
+        self.metrics = Metrics(settings.model_id)
+        self.metrics.watch(lambda: self.active, lambda: self.queued)
+        self.metrics.watch_state(get_args(State), lambda: self.state)
         self._load = load
         self._live: set[Job] = set()
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -82,6 +88,7 @@ class Engine:
     def submit(self, job: Job, work: Work) -> None:
         """Puts an admitted job into the queue."""
         job.work = work
+        job.prompt_tokens = len(work.prompt.token_ids)
         self._queue.put(job)
 
     def release(self, job: Job) -> None:
@@ -122,6 +129,8 @@ class Engine:
         """Frees the place of a job before its client can know that it has ended."""
         job.running = False
         self._live.discard(job)
+        if isinstance(last, Step) and not job.ended:
+            self.metrics.completed(job, last.finish_reason)
         if last is not None:
             job.deliver(last)
 
@@ -174,6 +183,8 @@ class Engine:
             if isinstance(item, PrefillProgress):
                 job.timing.prefilled = now
                 continue
+            self.metrics.token(job, now)
+            job.generated += 1
             job.timing.first_token = job.timing.first_token or now
             job.timing.last_token = now
             if item.finish_reason is not None:

@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from models import Prompt, SamplingParams, Step
 from serving.errors import ApiError
@@ -25,9 +25,10 @@ class Work:
 
 @dataclass
 class Timing:
-    """Moments of a request on the monotonic clock, in seconds: when the engine took it up (waiting excluded), when its
-    prompt was in the cache, its first and its latest token."""
+    """Moments of a request on the monotonic clock, in seconds: its admission, when the engine took it up, when its
+    prompt was in the cache, its first and its latest token. 0 for what has not come."""
 
+    admitted: float = field(default_factory=time.monotonic)
     started: float = 0.0
     prefilled: float = 0.0
     first_token: float = 0.0
@@ -42,13 +43,20 @@ class Failure:
 
 
 class Job:
-    """A request from its admission to its end. Its events go to a queue of its own, read by its own handler only."""
+    """A request from its admission to its end. Its events go to a queue of its own, read by its own handler only.
+
+    `generated` counts tokens; `finish_reason` or `failure` is set once the request has ended, unless its client left.
+    """
 
     def __init__(self) -> None:
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.timing = Timing()
         self.running = False
+        self.prompt_tokens = 0
+        self.generated = 0
+        self.finish_reason: str | None = None
+        self.failure: ApiError | None = None
         self.work: Work | None = None
         self._cancelled = threading.Event()
         self._events: asyncio.Queue[Step | Failure] = asyncio.Queue()
@@ -58,6 +66,11 @@ class Job:
         """Whether nobody waits for the answer any more."""
         return self._cancelled.is_set()
 
+    @property
+    def ended(self) -> bool:
+        """Whether the last event has been delivered."""
+        return self.failure is not None or self.finish_reason is not None
+
     def cancel(self) -> None:
         """Asks the engine to drop the job at the next step; safe from any thread."""
         self._cancelled.set()
@@ -65,6 +78,11 @@ class Job:
 
     def deliver(self, event: Step | Failure) -> None:
         """Hands an event to the handler; on the event loop only."""
+        if not self.ended:
+            if isinstance(event, Failure):
+                self.failure = event.error
+            else:
+                self.finish_reason = event.finish_reason
         self._events.put_nowait(event)
 
     async def events(self, silence: float | None = None) -> AsyncIterator[Step | None]:

@@ -61,7 +61,7 @@ async def scripted_server(
     """Serves a scripted model on a free port."""
     model = model or ScriptedModel()
     chosen = Settings(model_id="scripted", **settings)
-    engine = Engine(load or (lambda: model), chosen.max_queued)
+    engine = Engine(load or (lambda: model), chosen)
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))
     port = bound.getsockname()[1]

@@ -1,0 +1,113 @@
+"""What /metrics says, read with Prometheus' own parser."""
+
+from __future__ import annotations
+
+import asyncio
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from .chat_client import COMPLETIONS, ask, body
+from .conftest import Server, scripted_server
+from .scripted_model import ScriptedModel
+from .test_engine import Crash, start
+
+TIMES = ("request_queue_time", "request_prefill_time", "request_decode_time", "e2e_request_latency")
+
+
+class Samples(dict):
+    """Values by name without the prefix, and by the labels other than the model's name."""
+
+    def value(self, name: str, **labels: str) -> float:
+        return self[name, frozenset(labels.items())]
+
+
+async def read(server: Server) -> Samples:
+    """The metrics as they are now."""
+    response = await server.client.get("/metrics")
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    samples = Samples()
+    for family in text_string_to_metric_families(response.text):
+        assert family.documentation
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model_name") == "scripted"
+            samples[sample.name.removeprefix("kestrel:"), frozenset(labels.items())] = sample.value
+    return samples
+
+
+async def test_a_request_is_counted(server):
+    await ask(server, "hello", max_tokens=3)
+    response = await server.client.post(COMPLETIONS, json=body("hello"))
+    prompt_tokens = response.json()["usage"]["prompt_tokens"]
+    samples = await read(server)
+    assert samples.value("prompt_tokens_total") == 2 * prompt_tokens
+    assert samples.value("generation_tokens_total") == 3 + 6
+    assert samples.value("request_success_total", finished_reason="length") == 1
+    assert samples.value("request_success_total", finished_reason="stop") == 1
+    assert samples.value("time_to_first_token_seconds_count") == 2
+    assert samples.value("inter_token_latency_seconds_count") == 2 + 5
+    assert [samples.value(f"{name}_seconds_count") for name in TIMES] == [2] * 4
+
+
+async def test_times_add_up(server):
+    """As vLLM defines them: the parts of a request are its whole, and the first token comes after queue and prefill."""
+    server.model.pace = 0.01
+    await asyncio.gather(ask(server, "one"), ask(server, "two"))
+    samples = await read(server)
+    queue, prefill, decode, total = (samples.value(f"{name}_seconds_sum") for name in TIMES)
+    assert abs(queue + prefill + decode - total) < 1e-6
+    assert abs(queue + prefill - samples.value("time_to_first_token_seconds_sum")) < 1e-6
+    assert abs(decode - samples.value("inter_token_latency_seconds_sum")) < 1e-6
+    assert prefill >= 2 * 2 * server.model.pace
+    assert decode >= 2 * 3 * server.model.pace
+    assert queue >= 5 * server.model.pace
+
+
+async def test_running_and_waiting_requests_are_told_from_what_lives(server):
+    running = await start(server, "first")
+    waiting = [asyncio.create_task(ask(server, "second")) for _ in range(2)]
+    await server.until(lambda: server.engine.queued == 2)
+    samples = await read(server)
+    assert (samples.value("num_requests_running"), samples.value("num_requests_waiting")) == (1, 2)
+    for task in waiting:
+        task.cancel()
+    await server.until(lambda: server.engine.queued == 0)
+    assert (await read(server)).value("num_requests_waiting") == 0
+    server.model.gate.set()
+    await running
+    assert (await read(server)).value("num_requests_running") == 0
+
+
+async def test_the_lag_of_the_event_loop_is_measured(server):
+    before = (await read(server)).value("event_loop_lag_seconds_count")
+    async with asyncio.timeout(10):
+        while (await read(server)).value("event_loop_lag_seconds_count") == before:
+            await asyncio.sleep(0.01)
+
+
+async def test_the_engines_end_is_seen(server):
+    assert (await read(server)).value("engine_state", state="ok") == 1
+    server.model.faults = {1: Crash("the disk is gone")}
+    await ask(server, "first")
+    await server.until(lambda: server.engine.state == "error")
+    samples = await read(server)
+    assert samples.value("engine_state", state="error") == 1
+    assert samples.value("engine_state", state="ok") == 0
+    assert samples.value("num_requests_running") == samples.value("num_requests_waiting") == 0
+
+
+async def test_servers_of_one_process_count_apart(server):
+    async with scripted_server(ScriptedModel()) as other:
+        await ask(other, "hello")
+        assert (await read(server)).value("generation_tokens_total") == 0
+        assert (await read(other)).value("generation_tokens_total") == 6
+
+
+async def test_what_clients_send_makes_no_series(server):
+    before = set(await read(server))
+    for text in ("a", "b"):
+        await ask(server, text, user=text)
+        await server.client.post(COMPLETIONS, json=body(text, model=text))
+        await server.client.get(f"/{text}")
+    assert set(await read(server)) == before
