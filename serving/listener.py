@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 
 from hypercorn.asyncio.tcp_server import TCPServer
@@ -19,6 +20,8 @@ from hypercorn.events import Closed
 from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, Scope
 from hypercorn.utils import wrap_app
 from quart import Quart
+
+from serving.errors import ApiError
 
 PARSING_SECONDS = 0.05  # ample for the bytes that came before the end; longer means that hypercorn has put them off
 ABORTING_SECONDS = 1.0
@@ -60,7 +63,10 @@ class Listener:
     async def _run_app(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         if scope.get("path") == "":  # of "GET ?query", which Quart takes the first letter of
             scope["path"] = "/"
-        await self._app(scope, receive, send)
+        if scope["type"] == "websocket":
+            await _refuse_websocket(send)
+        else:
+            await self._app(scope, receive, send)
 
     async def close(self, patience: float) -> None:
         """Accepts nothing more, closes idle connections, cuts the others off after `patience` seconds."""
@@ -75,6 +81,14 @@ class Listener:
     async def _wait(self, seconds: float) -> None:
         if self._connections:
             await asyncio.wait(self._connections, timeout=seconds)
+
+
+async def _refuse_websocket(send: ASGISendCallable) -> None:
+    """Quart would run no `before_request` for it, and has no place for an answer other than its own."""
+    error = ApiError(404, "there are no websockets here")
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "websocket.http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "websocket.http.response.body", "body": json.dumps(error.body).encode(), "more_body": False})
 
 
 class _Reader(asyncio.StreamReader):

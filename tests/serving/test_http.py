@@ -209,6 +209,17 @@ async def test_requests_as_only_raw_sockets_send_them(server, request_bytes, sta
     assert (await server.client.get("/health")).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/health", "/v1/chat/completions", "/nowhere"])
+async def test_websockets_are_refused(server, caplog, path):
+    handshake = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    handshake += "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    head, _, content = (await raw(server, handshake.encode())).partition(b"\r\n\r\n")
+    assert head.split(b" ", 2)[1] == b"404"
+    assert b"there are no websockets here" in content
+    assert not caplog.records
+    assert (await server.client.get("/health")).status_code == 200
+
+
 async def test_two_requests_at_once_on_one_connection(server):
     one = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     answer = await raw(server, one + one.replace(b"x\r\n", b"x\r\nConnection: close\r\n"))
