@@ -14,6 +14,7 @@ from typing import Any
 
 import models
 from models.model import find_folder
+from serving import request_log
 from serving.app import create_app
 from serving.engine import Engine
 from serving.listener import Listener
@@ -87,6 +88,7 @@ def main() -> int:
     """Runs the command; 2 is the exit status of a setting that the user can put right."""
     settings = parse_settings()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    request_log.write_to_stderr()
     try:
         find_folder(settings.model)
         bound = listening_socket(settings)

@@ -12,7 +12,7 @@ from typing import Any
 from quart import Quart, Response, jsonify, request
 from werkzeug.exceptions import HTTPException
 
-from serving import chat, sse
+from serving import chat, request_log, sse
 from serving.chat_request import parse_chat_request
 from serving.engine import Engine
 from serving.errors import ApiError
@@ -42,6 +42,22 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
         lag.cancel()
         engine.stop()
         workers.shutdown(wait=False, cancel_futures=True)
+
+    @app.before_request
+    async def begin_record() -> None:
+        record = request_log.begin(request.method, request.path)
+
+        def end(task: asyncio.Task[None]) -> None:
+            outcome = request_log.end(record, task)
+            if outcome != "finished" and not record.quiet:
+                engine.metrics.unfinished(outcome)
+
+        asyncio.current_task().add_done_callback(end)
+
+    @app.after_request
+    async def note_status(response: Response) -> Response:
+        request_log.current().status = response.status_code
+        return response
 
     @app.get("/health")
     async def health() -> tuple[Response, int]:
@@ -133,6 +149,7 @@ def _plain(error: HTTPException, settings: Settings) -> str:
 
 
 def _error_response(error: ApiError, headers: list[tuple[str, str]] | None = None) -> Response:
+    request_log.current().code = error.code
     response = jsonify(error.body)
     response.status_code = error.status
     kept: dict[str, Any] = {name: value for name, value in headers or [] if name.lower() == "allow"}

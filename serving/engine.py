@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 from models import KestrelError, LoadedModel, PrefillProgress, Step
+from serving import request_log
 from serving.errors import ApiError, bad_request
 from serving.job import Failure, Job, Work
 from serving.metrics import Metrics
@@ -77,6 +78,8 @@ class Engine:
             message = f"{self.queued} requests are waiting, which is the limit; retry later"
             raise ApiError(429, message, code="queue_full", retry_after=1)
         job = Job()
+        if record := request_log.current():
+            record.jobs.append(job)
         self._live.add(job)
         self.total_requests += 1
         return job

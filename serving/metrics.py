@@ -24,6 +24,7 @@ LAG_SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5]
 LAG_TICK = 0.01
 
 FINISH_REASONS = ("stop", "length")
+OUTCOMES = ("refused", "failed", "left")
 
 Kind = TypeVar("Kind", Counter, Gauge, Histogram)
 
@@ -42,6 +43,9 @@ class Metrics:
         text = "Answers that the engine has completed."
         success = self._labelled(Counter, "request_success", text, "finished_reason")
         self._success = {reason: success(reason) for reason in FINISH_REASONS}
+        text = "Requests without a complete answer: refused, failed, or their client left."
+        unfinished = self._labelled(Counter, "request_unfinished", text, "outcome")
+        self._unfinished = {outcome: unfinished(outcome) for outcome in OUTCOMES}
         text = "From admission to the first token."
         self._first_token = self._new(Histogram, "time_to_first_token_seconds", text, buckets=FIRST_TOKEN_SECONDS)
         text = "Between a token and the one before; one sample per token."
@@ -94,6 +98,10 @@ class Metrics:
         self._prefill.observe(timing.first_token - timing.started)
         self._decode.observe(timing.last_token - timing.first_token)
         self._total.observe(timing.last_token - timing.admitted)
+
+    def unfinished(self, outcome: str) -> None:
+        """Counts a request that ended without a complete answer; `outcome` is one of OUTCOMES."""
+        self._unfinished[outcome].inc()
 
     async def measure_lag(self) -> None:
         """Watches the event loop that it runs on, for ever."""

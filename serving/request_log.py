@@ -1,0 +1,114 @@
+"""One line of JSON per request, written when it ends. What clients wrote, and what they were answered, is not in it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from serving.job import Job
+
+Outcome = Literal["finished", "refused", "failed", "left"]
+READING = ("GET", "HEAD", "OPTIONS")
+LONGEST_PATH = 200
+
+log = logging.getLogger("kestrel.requests")
+_current: ContextVar[Record | None] = ContextVar("record", default=None)
+
+
+@dataclass
+class Record:
+    """What is known of one HTTP request; `status` and `code` are those of its answer."""
+
+    method: str
+    path: str
+    arrived: float = field(default_factory=time.monotonic)
+    status: int | None = None
+    code: str | None = None
+    jobs: list[Job] = field(default_factory=list)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether it gets no line: probes and page loads come all the time, and nothing is computed for them."""
+        return self.method in READING and (self.path == "/health" or self.status is None or self.status < 400)
+
+    def outcome(self, left: bool) -> Outcome:
+        """How it ended; `left` tells that it was cut off."""
+        if left:
+            return "left"
+        failure = next((job.failure for job in self.jobs if job.failure), None)
+        status = failure.status if failure else self.status
+        if status is None or status >= 400:
+            return "failed" if status is None or (status >= 500 and (self.jobs or status != 503)) else "refused"
+        return "finished" if all(job.ended for job in self.jobs) else "failed"
+
+    def line(self, outcome: Outcome) -> str:
+        """The line, without times that did not come."""
+        now = time.monotonic()
+        values: dict[str, Any] = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "id": self.jobs[0].id if self.jobs else None,
+            "method": self.method,
+            "path": self.path[:LONGEST_PATH],
+            "status": self.status,
+            "outcome": outcome,
+            "code": self.code,
+            **_work(self.jobs),
+            "total_ms": _milliseconds(self.arrived, now),
+        }
+        return json.dumps({name: value for name, value in values.items() if value is not None})
+
+
+def _work(jobs: list[Job]) -> dict[str, Any]:
+    """What the engine did: the tokens of all jobs, the times of the first."""
+    if not jobs:
+        return {}
+    timing = jobs[0].timing
+    failure = next((job.failure for job in jobs if job.failure), None)
+    return {
+        **({"code": failure.code} if failure else {}),
+        "prompt_tokens": sum(job.prompt_tokens for job in jobs),
+        "generated_tokens": sum(job.generated for job in jobs),
+        "queue_ms": _milliseconds(timing.admitted, timing.started),
+        "prefill_ms": _milliseconds(timing.started, timing.prefilled),
+        "ttft_ms": _milliseconds(timing.admitted, timing.first_token),
+        "finish_reason": jobs[0].finish_reason,
+    }
+
+
+def _milliseconds(start: float, end: float) -> float | None:
+    return round(1e3 * (end - start), 1) if end else None
+
+
+def current() -> Record | None:
+    """The record of the request that is being handled here."""
+    return _current.get()
+
+
+def begin(method: str, path: str) -> Record:
+    """Starts the record of the request that this task handles."""
+    record = Record(method, path)
+    _current.set(record)
+    return record
+
+
+def end(record: Record, task: asyncio.Task[Any]) -> Outcome:
+    """Writes the line of a request whose task has ended."""
+    outcome = record.outcome(task.cancelled())
+    if not record.quiet:
+        log.info(record.line(outcome))
+    return outcome
+
+
+def write_to_stderr() -> None:
+    """Lets the lines out, bare, beside the other messages of the program."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
