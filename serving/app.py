@@ -12,7 +12,7 @@ from typing import Any
 from quart import Quart, Response, jsonify, request
 from werkzeug.exceptions import HTTPException
 
-from serving import chat, request_log, sse
+from serving import chat, demo_page, request_log, sse
 from serving.chat_request import parse_chat_request
 from serving.engine import Engine
 from serving.errors import ApiError
@@ -31,6 +31,7 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
     app.config["BODY_TIMEOUT"] = None  # see `read_body`
     app.json.sort_keys = False
     app.url_map.merge_slashes = False  # a redirect would be the only answer that is not JSON
+    app.register_blueprint(demo_page.blueprint)
     workers = ThreadPoolExecutor(PREPARING_THREADS, thread_name_prefix="prepare")
     started = int(time.time())
 

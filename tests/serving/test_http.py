@@ -193,7 +193,7 @@ async def test_a_prompt_longer_than_the_context():
 @pytest.mark.parametrize(
     ("request_bytes", "status"),
     [
-        (b"GET ?query HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"404"),
+        (b"GET ?query HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"200"),
         (b"GET * HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"404"),
         (b"GET http://elsewhere/health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"200"),
         (b"GET /health HTTP/1.0\r\n\r\n", b"200"),
