@@ -13,6 +13,7 @@ from quart import Quart, Response, jsonify, request
 from werkzeug.exceptions import HTTPException
 
 from serving import chat, demo_page, request_log, sse
+from serving.access import Access
 from serving.chat_request import parse_chat_request
 from serving.engine import Engine
 from serving.errors import ApiError
@@ -33,6 +34,7 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
     app.url_map.merge_slashes = False  # a redirect would be the only answer that is not JSON
     app.register_blueprint(demo_page.blueprint)
     workers = ThreadPoolExecutor(PREPARING_THREADS, thread_name_prefix="prepare")
+    access = Access(settings)
     started = int(time.time())
 
     @app.while_serving
@@ -55,8 +57,13 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
 
         asyncio.current_task().add_done_callback(end)
 
+    @app.before_request
+    async def check_access() -> Response | None:
+        return access.check(request)
+
     @app.after_request
-    async def note_status(response: Response) -> Response:
+    async def complete(response: Response) -> Response:
+        access.mark(request, response)
         request_log.current().status = response.status_code
         return response
 
@@ -156,5 +163,7 @@ def _error_response(error: ApiError, headers: list[tuple[str, str]] | None = Non
     kept: dict[str, Any] = {name: value for name, value in headers or [] if name.lower() == "allow"}
     if error.retry_after is not None:
         kept["Retry-After"] = str(error.retry_after)
+    if error.status == 401:
+        kept["WWW-Authenticate"] = "Bearer"
     response.headers.update(kept)
     return response

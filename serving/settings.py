@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from models.cache import CACHE_TYPES
 from models.quantisation import SCHEMES
+
+API_KEY_VARIABLE = "KESTREL_API_KEY"
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@*,A-Z]+")
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,8 @@ class Settings:
     drain_timeout: float = 30.0
     ping_seconds: float = 15.0
     kestrel_events: bool = False
+    api_key: str | None = field(default=None, repr=False)
+    allowed_origins: tuple[str, ...] = ()
 
 
 def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
@@ -58,9 +66,42 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
         "--ping-seconds", type=_seconds, default=default.ping_seconds, help="silence before a comment; 0: none"
     )
     parser.add_argument("--kestrel-events", action="store_true", help="send metrics and tokens frames in every stream")
+    parser.add_argument("--api-key-file", help=f"a file with the key that clients must send; or {API_KEY_VARIABLE}")
+    parser.add_argument(
+        "--allowed-origin",
+        type=_origin,
+        action="append",
+        default=[],
+        dest="allowed_origins",
+        help="a web page's origin, such as https://lab.example, that may use the server; repeatable",
+    )
     values = vars(parser.parse_args(arguments))
+    values["allowed_origins"] = tuple(values["allowed_origins"])
+    try:
+        values["api_key"] = _api_key(values.pop("api_key_file"))
+    except OSError as error:
+        parser.error(f"--api-key-file: {error}")
+    except ValueError as error:
+        parser.error(str(error))
     values["model_id"] = values["model_id"] or values["model"].rstrip("/").rsplit("/", 1)[-1]
     return Settings(**values)
+
+
+def _api_key(file: str | None) -> str | None:
+    """The key in `file`, or in the environment: on a command line any user of the machine could read it."""
+    if file is None and API_KEY_VARIABLE not in os.environ:
+        return None
+    where = API_KEY_VARIABLE if file is None else f"--api-key-file {file}"
+    key = os.environ[API_KEY_VARIABLE] if file is None else Path(file).read_text("latin-1").strip()
+    if not re.fullmatch("[!-~]+", key):
+        raise ValueError(f"{where}: an API key should be one line of printable ASCII characters without spaces")
+    return key
+
+
+def _origin(text: str) -> str:
+    if not ORIGIN.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"should be like https://lab.example:8443, in lower case, found {text!r}")
+    return text
 
 
 def _count(text: str) -> int:

@@ -1,0 +1,69 @@
+"""Who may use the server: holders of the API key, and the web pages that the user has named."""
+
+from __future__ import annotations
+
+import hmac
+import re
+
+from quart import Request, Response
+
+from serving.errors import ApiError
+from serving.settings import Settings
+
+OPEN_PATHS = re.compile(
+    r"/|/health|/page/[^/]*"
+)  # probes have no key, and the page cannot ask for one before it is there
+HEADER_NAMES = re.compile(r"[A-Za-z0-9, -]{1,1000}")
+USUAL_HEADERS = "Authorization, Content-Type, X-Api-Key"
+PREFLIGHT_SECONDS = 600
+
+
+class Access:
+    """Checks requests before anything else is done for them, and tells browsers what they may show to whom."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._key = settings.api_key.encode() if settings.api_key else None
+        self._origins = frozenset(settings.allowed_origins)
+
+    def check(self, request: Request) -> Response | None:
+        """The answer to a browser that asks whether an allowed page may send a request; otherwise None.
+
+        Raises:
+            ApiError: 401 without the key.
+        """
+        if self._is_preflight(request):
+            return self._preflight(request)
+        if self._key and not OPEN_PATHS.fullmatch(request.path) and not self._has_key(request):
+            message = "a valid API key is needed, sent as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
+            raise ApiError(401, message, code="invalid_api_key")
+        return None
+
+    def mark(self, request: Request, response: Response) -> None:
+        """Lets pages of the allowed origins read the answer."""
+        if not self._origins:
+            return
+        response.headers.add("Vary", "Origin")
+        if self._from_allowed_page(request):
+            response.headers["Access-Control-Allow-Origin"] = request.headers["Origin"]
+            response.headers["Access-Control-Expose-Headers"] = "Retry-After"
+
+    def _has_key(self, request: Request) -> bool:
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        sent = [token.strip() if scheme.lower() == "bearer" else "", request.headers.get("X-Api-Key", "")]
+        return any(hmac.compare_digest(key.encode(), self._key) for key in sent)
+
+    def _from_allowed_page(self, request: Request) -> bool:
+        return request.headers.get("Origin") in self._origins
+
+    def _is_preflight(self, request: Request) -> bool:
+        asks = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
+        return asks and self._from_allowed_page(request)
+
+    def _preflight(self, request: Request) -> Response:
+        wanted = request.headers.get("Access-Control-Request-Headers", "")
+        headers = {
+            "Access-Control-Allow-Methods": "GET, POST",
+            "Access-Control-Allow-Headers": wanted if HEADER_NAMES.fullmatch(wanted) else USUAL_HEADERS,
+            "Access-Control-Max-Age": str(PREFLIGHT_SECONDS),
+        }
+        return Response(status=204, headers=headers)
