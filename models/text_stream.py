@@ -42,11 +42,12 @@ class TextStream:
             end, length = min(matches, key=lambda match: (match[0], -match[1]))
             shown, self._held = self._held[: end - length], ""
             return shown
-        keep = max((self._started(stop) for stop in self._stop), default=0)
+        keep = max((begun(self._held, stop) for stop in self._stop), default=0)
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return shown
 
-    def _started(self, stop: str) -> int:
-        """Length of the longest end of the held text with which `stop` begins."""
-        longest = min(len(stop) - 1, len(self._held))
-        return next((length for length in range(longest, 0, -1) if self._held.endswith(stop[:length])), 0)
+
+def begun(text: str, marker: str) -> int:
+    """Length of the longest end of `text` with which `marker` begins, without being complete."""
+    longest = min(len(marker) - 1, len(text))
+    return next((length for length in range(longest, 0, -1) if text.endswith(marker[:length])), 0)

@@ -4,20 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from models import ContextLengthError, KestrelError, Prompt, Step
-from serving import replies, sse
+from models.generation import check_room
+from models.tokenizer import Tokenizer
+from serving import reasoning, replies, sse, tool_calls
+from serving.answer import Answer
 from serving.chat_request import ChatRequest
 from serving.engine import Engine
 from serving.errors import ApiError, bad_request
 from serving.job import Job, Work
 from serving.media import conversation
+from serving.tool_calls import ToolCallParser
 
 log = logging.getLogger("kestrel.chat")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a request has become on its way to the engine. `in_reasoning` tells that its template opens the reasoning;
+    `last_user_tokens` counts the text of the last user turn."""
+
+    work: Work
+    in_reasoning: bool
+    last_user_tokens: int
 
 
 @dataclass
@@ -27,16 +44,28 @@ class Exchange:
     engine: Engine
     job: Job
     request: ChatRequest
-    prompt: Prompt
-    last_user_tokens: int
+    prepared: Prepared
     model_id: str
+    answer: Answer
     steps: list[Step] = field(default_factory=list)
     unreported: list[Step] = field(default_factory=list)
 
-    def take(self, step: Step) -> None:
-        """Notes a generated token."""
+    @property
+    def prompt(self) -> Prompt:
+        """What the answer follows on."""
+        return self.prepared.work.prompt
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the answer has ended."""
+        return self.answer.finish_reason(self.steps[-1].finish_reason)
+
+    def take(self, step: Step) -> list[dict[str, Any]]:
+        """Notes a generated token; the deltas that it brings."""
         self.steps.append(step)
         self.unreported.append(step)
+        deltas = self.answer.push(step.text)
+        return deltas if step.finish_reason is None else [*deltas, *self.answer.finish()]
 
     def asks(self, option: str) -> bool:
         """Whether the client has set this stream option."""
@@ -50,11 +79,11 @@ class Exchange:
     def logprobs(self) -> dict[str, Any] | None:
         """The log-probabilities of the tokens not yet reported, if the client wants them; each is told once."""
         steps, self.unreported = self.unreported, []
-        return replies.logprobs(steps, self.engine.model.tokenizer) if self.request.logprobs else None
+        return replies.logprobs(steps, self.engine.model.tokenizer) if self.request.logprobs and steps else None
 
     def metrics(self) -> dict[str, Any]:
         """The request's times, in the original's form."""
-        return replies.metrics(self.job, self.prompt, self.last_user_tokens, self.steps)
+        return replies.metrics(self.job, self.prompt, self.prepared.last_user_tokens, self.steps)
 
 
 async def begin(engine: Engine, request: ChatRequest, model_id: str, job: Job, workers: ThreadPoolExecutor) -> Exchange:
@@ -63,14 +92,20 @@ async def begin(engine: Engine, request: ChatRequest, model_id: str, job: Job, w
     Raises:
         ApiError: 400 for a conversation or picture that cannot be used, or a prompt longer than the context.
     """
-    prompt, last_user_tokens, work = await asyncio.get_running_loop().run_in_executor(
-        workers, _prepare, engine, request
-    )
-    engine.submit(job, work)
-    return Exchange(engine, job, request, prompt, last_user_tokens, model_id)
+    prepared = await asyncio.get_running_loop().run_in_executor(workers, _prepare, engine, request)
+    engine.submit(job, prepared.work)
+    return Exchange(engine, job, request, prepared, model_id, _answer(request, prepared))
 
 
-def _prepare(engine: Engine, request: ChatRequest) -> tuple[Prompt, int, Work]:
+def _answer(request: ChatRequest, prepared: Prepared) -> Answer:
+    calls = None
+    if request.callable_tools:
+        calls = ToolCallParser(only_one=request.parallel_tool_calls is False)
+        calls.push(request.opening)
+    return Answer(in_reasoning=prepared.in_reasoning, calls=calls)
+
+
+def _prepare(engine: Engine, request: ChatRequest) -> Prepared:
     model = engine.model
     sampling = request.sampling(model.default_sampling)
     try:
@@ -80,13 +115,44 @@ def _prepare(engine: Engine, request: ChatRequest) -> tuple[Prompt, int, Work]:
     try:
         messages = conversation(request)
         prompt = model.prompt(messages, **request.template_settings)
+        in_reasoning = _turn_opened(prompt, model.tokenizer).endswith(reasoning.OPEN)
+        _check_tools(request, prompt, model.tokenizer, in_reasoning)
+        prompt = _opened(prompt, request.opening, model.tokenizer)
+        check_room(len(prompt.token_ids), model.max_context)
     except ContextLengthError as error:
         raise bad_request(str(error), "messages", "context_length_exceeded") from None
     except KestrelError as error:
         raise bad_request(str(error), "messages") from None
     room = model.max_context - len(prompt.token_ids)
     work = Work(prompt, min(request.limit or room, room), request.stops, sampling)
-    return prompt, _last_user_tokens(engine, messages), work
+    return Prepared(work, in_reasoning, _last_user_tokens(engine, messages))
+
+
+def _turn_opened(prompt: Prompt, tokenizer: Tokenizer) -> str:
+    """What the template has written of the assistant's turn: the text after the last control token."""
+    ids = prompt.token_ids.tolist()
+    start = next((index for index in range(len(ids), 0, -1) if ids[index - 1] in tokenizer.control_ids), 0)
+    return tokenizer.decode(ids[start:]).rstrip()
+
+
+def _check_tools(request: ChatRequest, prompt: Prompt, tokenizer: Tokenizer, in_reasoning: bool) -> None:
+    """Refuses tools that the model would not hear of, and a call that is demanded where reasoning comes first."""
+    tools = request.callable_tools
+    if tools and tools[0]["function"]["name"] not in tokenizer.decode(prompt.token_ids.tolist()):
+        raise bad_request("the chat template of this model has no place for 'tools'", "tools")
+    if request.opening and in_reasoning:
+        message = "'tool_choice': this model reasons before it answers, so a call can be allowed but not demanded"
+        raise bad_request(message, "tool_choice")
+
+
+def _opened(prompt: Prompt, opening: str, tokenizer: Tokenizer) -> Prompt:
+    """The prompt with the beginning of the answer, whose tag is one token where the vocabulary has it."""
+    if not opening:
+        return prompt
+    text, tag = opening.removeprefix(tool_calls.OPEN), tool_calls.OPEN
+    known = any(token.text == tag for token in tokenizer.added)
+    ids = [tokenizer.id_of(tag), *tokenizer.encode_text(text)] if known else tokenizer.encode_text(opening)
+    return Prompt(np.concatenate([prompt.token_ids, np.array(ids, np.int32)]), prompt.visuals)
 
 
 def _last_user_tokens(engine: Engine, messages: list[dict[str, Any]]) -> int:
@@ -97,20 +163,13 @@ def _last_user_tokens(engine: Engine, messages: list[dict[str, Any]]) -> int:
 
 
 async def stream(exchange: Exchange, events: bool, ping_seconds: float | None) -> AsyncIterator[bytes]:
-    """The answer as server-sent events: the role at once, a frame per piece of text, the finish, then what was asked
-    for, then `[DONE]`. A failure is told in a frame, because the status has been sent. `events` adds the original's
-    frames whatever the request says; `ping_seconds` of silence bring a comment."""
+    """The answer as server-sent events: the role at once, a frame per piece, the finish, then what was asked for, then
+    `[DONE]`. A failure is told in a frame, because the status has been sent. `events` adds the original's frames
+    whatever the request says; `ping_seconds` of silence bring a comment."""
     yield sse.event(exchange.chunk({"role": "assistant", "content": ""}))
     try:
-        async for step in exchange.job.events(ping_seconds):
-            if step is None:
-                yield sse.PING
-                continue
-            exchange.take(step)
-            if step.text:
-                yield sse.event(exchange.chunk({"content": step.text}, logprobs=exchange.logprobs()))
-            # A queue that is never empty would never let the event loop see that the client has left.
-            await asyncio.sleep(0)
+        async for frame in _frames(exchange, ping_seconds):
+            yield frame
         for frame in _closing_frames(exchange, events):
             yield sse.event(frame)
     except ApiError as error:
@@ -121,10 +180,26 @@ async def stream(exchange: Exchange, events: bool, ping_seconds: float | None) -
     yield sse.DONE
 
 
+async def _frames(exchange: Exchange, ping_seconds: float | None) -> AsyncIterator[bytes]:
+    """The frames that tokens bring, and comments where they bring none for long: a call is told when it is complete."""
+    sent = time.monotonic()
+    async for step in exchange.job.events(ping_seconds):
+        deltas = [] if step is None else exchange.take(step)
+        for delta in deltas:
+            yield sse.event(exchange.chunk(delta, logprobs=exchange.logprobs()))
+        now = time.monotonic()
+        if step is None or (not deltas and ping_seconds and now - sent >= ping_seconds):
+            yield sse.PING
+            sent = now
+        elif deltas:
+            sent = now
+        # A queue that is never empty would never let the event loop see that the client has left.
+        await asyncio.sleep(0)
+
+
 def _closing_frames(exchange: Exchange, events: bool) -> list[dict[str, Any]]:
     """The finish; the original's metrics and tokens; usage last, as clients keep what the last chunk says of it."""
-    held = exchange.logprobs() if any(step.text == "" for step in exchange.unreported) else None
-    frames = [exchange.chunk({}, finish_reason=exchange.steps[-1].finish_reason, logprobs=held)]
+    frames = [exchange.chunk({}, finish_reason=exchange.finish_reason, logprobs=exchange.logprobs())]
     if events or exchange.asks("include_metrics"):
         frames.append(replies.metrics_frame(exchange.metrics()))
     if events or exchange.asks("include_tokens"):
@@ -146,8 +221,8 @@ async def whole(exchange: Exchange, events: bool) -> dict[str, Any]:
     answer = replies.completion(
         exchange.job,
         exchange.model_id,
-        "".join(step.text for step in exchange.steps),
-        exchange.steps[-1].finish_reason,
+        exchange.answer.message(),
+        exchange.finish_reason,
         exchange.logprobs(),
         replies.usage(exchange.prompt, exchange.steps),
     )

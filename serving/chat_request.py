@@ -1,17 +1,16 @@
-"""The body of POST /v1/chat/completions, checked field by field before any work is done for it."""
+"""The fields of POST /v1/chat/completions."""
 
 from __future__ import annotations
 
-import json
-import re
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
 from models import SamplingParams
-from serving.errors import ApiError, bad_request
+from serving.errors import bad_request
+from serving.json_body import Strict, read_fields
+from serving.tools import MOST_TOOLS, SentCall, Tool, check_tools, opening_of
 
-DEEPEST_NESTING = 64
 TEMPLATE_NAMES = {"self", "messages", "added", "tools", "add_generation_prompt"}  # what the server itself passes
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -20,18 +19,14 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 StopText = Annotated[str, Field(min_length=1)]
 
 
-class Strict(BaseModel):
-    """No coercion: a boolean is no number, a text no number. Unknown fields are ignored, as clients add new ones."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-
-
 class Message(Strict):
     """One turn; `content` is checked by `check_content`, because its errors should name the part."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     role: Role
     content: Any = None
+    tool_calls: list[SentCall] | None = None
+    tool_call_id: str | None = None
 
 
 class StreamOptions(Strict):
@@ -64,8 +59,9 @@ class ChatRequest(Strict):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     n: int | None = None
-    tools: list[Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     response_format: dict[str, Any] | None = None
     enable_thinking: bool | None = None
@@ -85,7 +81,18 @@ class ChatRequest(Strict):
     def template_settings(self) -> dict[str, Any]:
         """What goes to the chat template; `chat_template_kwargs` wins over the field of the same name."""
         own = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
-        return own | (self.chat_template_kwargs or {})
+        tools = {"tools": self.callable_tools} if self.callable_tools else {}
+        return own | (self.chat_template_kwargs or {}) | tools
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """What the model may call, as the client wrote it."""
+        return [] if self.tool_choice == "none" else [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
+
+    @property
+    def opening(self) -> str:
+        """The beginning of the call that the client demands; empty if it demands none."""
+        return opening_of(self.tool_choice, self.tools or [])
 
     def sampling(self, default: SamplingParams) -> SamplingParams:
         """How to sample: what the client says, else the model's own defaults."""
@@ -102,71 +109,11 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     Raises:
         ApiError: 400, with `param` naming the field.
     """
-    values = parse_json(body)
-    try:
-        request = ChatRequest.model_validate(values)
-    except ValidationError as error:
-        raise _explained(error) from None
+    request = read_fields(ChatRequest, body)
     for index, message in enumerate(request.messages):
         check_content(message, f"messages.{index}.content")
     _check_supported(request)
     return request
-
-
-def parse_json(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body. NaN and Infinity are no JSON; a field comes once; nesting is limited."""
-    if not body:
-        raise bad_request("the body is empty; it should be a JSON object")
-    try:
-        text = body.decode("utf-8")
-        values = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
-        if re.search(r"\\u[dD][89a-fA-F]", text):
-            json.dumps(values, ensure_ascii=False).encode("utf-8")  # refuses half a surrogate pair
-    except RecursionError:
-        raise bad_request(f"the body is nested deeper than {DEEPEST_NESTING} levels") from None
-    except UnicodeEncodeError:
-        raise bad_request("the body is not valid JSON in UTF-8: it has half a surrogate pair") from None
-    except ValueError as error:
-        raise bad_request(f"the body is not valid JSON in UTF-8: {error}") from None
-    if not isinstance(values, dict):
-        raise bad_request(f"the body should be a JSON object, found {type(values).__name__}")
-    if _deeper_than(values, DEEPEST_NESTING):
-        raise bad_request(f"the body is nested deeper than {DEEPEST_NESTING} levels")
-    return values
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number in JSON")
-
-
-def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(fields)
-    if len(values) < len(fields):
-        names = [name for name, _ in fields]
-        repeated = next(name for name in values if names.count(name) > 1)
-        raise ValueError(f"the field {repeated!r:.40} is there twice")
-    return values
-
-
-def _deeper_than(value: Any, levels: int) -> bool:
-    if not isinstance(value, dict | list):
-        return False
-    if levels == 0:
-        return True
-    return any(_deeper_than(entry, levels - 1) for entry in (value.values() if isinstance(value, dict) else value))
-
-
-def _explained(error: ValidationError) -> ApiError:
-    """The first thing that is wrong, named by its place in the request."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    # A union reports each of its branches; their names are no part of the request.
-    place = [str(part) for part in first["loc"] if not str(part).startswith(("list[", "constrained-", "function-"))]
-    param = ".".join(part for part in place if part not in ("str", "float", "int"))
-    found = repr(first["input"])
-    shown = found if len(found) <= 80 else found[:77] + "..."
-    if first["type"] == "missing":
-        return bad_request(f"'{param}' is required", param)
-    return bad_request(f"'{param}': {first['msg'].lower()}, found {shown}", param)
 
 
 def check_content(message: Message, param: str) -> None:
@@ -197,12 +144,10 @@ def _check_supported(request: ChatRequest) -> None:
     """Refuses what would otherwise be silently ignored."""
     if request.n not in (None, 1):
         raise bad_request(f"'n' must be 1, found {request.n}", "n")
-    if request.tools:
-        raise bad_request("'tools' are not supported by this server", "tools")
     if request.functions:
-        raise bad_request("'functions' are not supported by this server", "functions")
-    if request.tool_choice not in (None, "none", "auto"):
-        raise bad_request("'tool_choice' may only be 'none' or 'auto': tools are not supported", "tool_choice")
+        raise bad_request("'functions' are not supported; 'tools' are", "functions")
+    check_tools(request.tools or [])
+    opening_of(request.tool_choice, request.tools or [])
     reserved = TEMPLATE_NAMES & set(request.chat_template_kwargs or ())
     if reserved:
         raise bad_request(f"'chat_template_kwargs' may not set {sorted(reserved)}", "chat_template_kwargs")

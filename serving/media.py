@@ -28,7 +28,7 @@ def conversation(request: ChatRequest) -> list[dict[str, Any]]:
 
 
 def _converted(message: Message, param: str) -> dict[str, Any]:
-    values = message.model_dump()
+    values = message.model_dump(exclude_unset=True)  # templates ask what is defined
     if message.role == "developer":  # OpenAI's newer name, which templates do not know
         values["role"] = "system"
     if isinstance(message.content, list):

@@ -24,15 +24,15 @@ def usage_chunk(job: Job, model: str, numbers: dict[str, int]) -> dict[str, Any]
 
 
 def completion(
-    job: Job, model: str, text: str, finish_reason: str, logprobs: dict[str, Any] | None, numbers: dict[str, int]
+    job: Job,
+    model: str,
+    message: dict[str, Any],
+    finish_reason: str,
+    logprobs: dict[str, Any] | None,
+    numbers: dict[str, int],
 ) -> dict[str, Any]:
     """The whole answer of a request that does not stream."""
-    choice = {
-        "index": 0,
-        "message": {"role": "assistant", "content": text, "refusal": None},
-        "logprobs": logprobs,
-        "finish_reason": finish_reason,
-    }
+    choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
     return _envelope(job, "chat.completion", model) | {"choices": [choice], "usage": numbers}
 
 

@@ -87,15 +87,23 @@ class ScriptedModel:
         config = SimpleNamespace(vision=SimpleNamespace(merge=2))
         processor = ImageProcessor.from_folder(None, max_image_tokens=64)
         self._prompts = PromptBuilder(self.tokenizer, default_chat_template(), processor, config)
-        self._answers: dict[int, bytes] = {}
+        self._answers: dict[bytes, bytes] = {}
 
     def prompt(self, messages: list[dict[str, Any]], **settings: Any) -> Prompt:
         self.prepared += 1
         prompt = self._prompts.build(messages, **settings)
         check_room(len(prompt.token_ids), self.max_context)
         answer = self.answer(messages)
-        self._answers[id(prompt)] = answer.encode() if isinstance(answer, str) else answer
+        self._answers[prompt.token_ids.tobytes()] = answer.encode() if isinstance(answer, str) else answer
         return prompt
+
+    def _answer(self, prompt: Prompt) -> bytes:
+        """What follows on a prompt: what was decided for the conversation that it begins with, else for its text."""
+        ids = prompt.token_ids.tobytes()
+        for begun, answer in reversed(self._answers.items()):
+            if ids.startswith(begun):
+                return answer
+        return self.answer([{"role": "user", "content": self.tokenizer.decode(prompt.token_ids.tolist())}]).encode()
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         check_bias(sampling.logit_bias, VOCAB)
@@ -113,7 +121,7 @@ class ScriptedModel:
             for chunk in range(self.chunks):
                 self._work(0)
                 yield PrefillProgress(chunk + 1, self.chunks)
-            for number, token in enumerate([*self._answers.pop(id(prompt)), END], start=1):
+            for number, token in enumerate([*self._answer(prompt), END], start=1):
                 self._work(number)
                 self.steps += 1
                 step = self._step(token, pieces, number >= max_tokens, sampling)

@@ -17,6 +17,10 @@ def parse(**fields):
     return parse_chat_request(json.dumps({"messages": HELLO, **fields}).encode())
 
 
+def tool(name, **function):
+    return {"type": "function", "function": {"name": name, **function}}
+
+
 def refused(**fields) -> ApiError:
     with pytest.raises(ApiError) as error:
         parse(**fields)
@@ -93,7 +97,9 @@ def test_messages_must_be_there():
         ("logprobs", [1]),
         ("logit_bias", [[1], {"a": 1}, {"-1": 1}, {"1": 101}, {"1": True}]),
         ("stop", [5, "", ["a", ""], ["a", "b", "c", "d", "e"]]),
-        ("tools", [[{"type": "function"}], "x"]),
+        ("tools", [[{"type": "function"}], "x", [{"type": "search"}], [tool("now"), tool("now")], [tool("a b")]]),
+        ("tool_choice", ["required", "x", 5, {}, {"type": "function", "function": {"name": "now"}}]),
+        ("parallel_tool_calls", [1]),
         ("response_format", [{"type": "json_object"}, "json"]),
         ("stream_options", [5]),
         ("model", [5]),
@@ -133,3 +139,25 @@ def test_sampling_takes_the_models_defaults_for_what_is_not_said():
 def test_thinking_settings_reach_the_template():
     request = parse(enable_thinking=True, chat_template_kwargs={"enable_thinking": False, "x": 1})
     assert request.template_settings == {"enable_thinking": False, "x": 1}
+
+
+def test_tools_go_to_the_template_as_they_came():
+    tools = [tool("now", description=None, parameters={"type": "object", "properties": {}}, strict=True)]
+    assert parse(tools=tools).template_settings == {"tools": tools}
+    assert parse(tools=tools, tool_choice="none").template_settings == {}
+
+
+def test_a_demanded_call_is_begun():
+    named = {"type": "function", "function": {"name": "now"}}
+    request = parse(tools=[tool("then"), tool("now")], tool_choice=named)
+    assert request.opening == '<tool_call>\n{"name": "now", "arguments":'
+    assert parse(tools=[tool("now")], tool_choice="required").opening == '<tool_call>\n{"name": "'
+    assert parse(tools=[tool("now")], tool_choice="auto").opening == ""
+    assert refused(tools=[tool("then")], tool_choice=named).param == "tool_choice"
+
+
+@pytest.mark.parametrize(("sent", "meant"), [('{"a": 1}', {"a": 1}), ("", {}), ({"a": 1}, {"a": 1})])
+def test_earlier_calls_have_their_arguments_as_objects(sent, meant):
+    call = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": sent}}
+    request = parse(messages=[{"role": "assistant", "tool_calls": [call]}, *HELLO])
+    assert request.messages[0].tool_calls[0].function.arguments == meant

@@ -112,7 +112,7 @@ async def test_openai_closing_a_stream_frees_the_engine(server, client):
     [
         ({"temperature": 3}, openai.BadRequestError),
         ({"model": "gpt-4"}, openai.NotFoundError),
-        ({"tools": [{"type": "function", "function": {"name": "now"}}]}, openai.BadRequestError),
+        ({"tool_choice": "required"}, openai.BadRequestError),
         ({"response_format": {"type": "json_object"}}, openai.BadRequestError),
         ({"n": 2}, openai.BadRequestError),
     ],

@@ -154,11 +154,15 @@ async def _pieces(piece: bytes, count: int):
         ({"messages": [{"role": "assistant", "content": "a"}]}, None),
         ({"messages": [{"role": "system", "content": "a"}, {"role": "system", "content": "b"}]}, "messages"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b", "tool_call_id": "c"}]}, None),
-        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages"),
-        ({"messages": [{"role": "assistant", "tool_calls": [1, None]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages.0.tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [1, None]}]}, "messages.0.tool_calls.0"),
         (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": {}, "arguments": []}}]}]},
-            "messages",
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": {}, "arguments": "{}"}}]}]},
+            "messages.0.tool_calls.0.function.name",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[1"}}]}]},
+            "messages.0.tool_calls.0.function.arguments",
         ),
     ],
 )
@@ -264,6 +268,7 @@ ODD = [
 ]
 ODD += [{"": None}, {"a": []}, {"type": "text"}, {"type": "image_url", "image_url": {"url": "data:;base64,"}}, {"1": 1}]
 FIELDS = [*ChatRequest.model_fields, "user", "metadata"]
+ODD += [[{"function": {"name": "a", "arguments": "{}"}}], [{"type": "function", "function": {"name": "a"}}], "required"]
 MESSAGE_FIELDS = [
     "role",
     "content",

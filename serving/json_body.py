@@ -1,0 +1,92 @@
+"""The JSON body of a request, checked field by field before any work is done for it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from serving.errors import ApiError, bad_request
+
+DEEPEST_NESTING = 64
+# A union reports each of its branches; their names are no part of the request.
+BRANCHES = ("list[", "constrained-", "function-", "literal[", "dict[")
+
+
+class Strict(BaseModel):
+    """No coercion: a boolean is no number, a text no number. Unknown fields are ignored, as clients add new ones."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+Fields = TypeVar("Fields", bound=Strict)
+
+
+def read_fields(kind: type[Fields], body: bytes) -> Fields:
+    """Reads a request body.
+
+    Raises:
+        ApiError: 400, with `param` naming the field.
+    """
+    values = parse_json(body)
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise _explained(error) from None
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body. NaN and Infinity are no JSON; a field comes once; nesting is limited."""
+    if not body:
+        raise bad_request("the body is empty; it should be a JSON object")
+    try:
+        text = body.decode("utf-8")
+        values = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
+        if re.search(r"\\u[dD][89a-fA-F]", text):
+            json.dumps(values, ensure_ascii=False).encode("utf-8")  # refuses half a surrogate pair
+    except RecursionError:
+        raise bad_request(f"the body is nested deeper than {DEEPEST_NESTING} levels") from None
+    except UnicodeEncodeError:
+        raise bad_request("the body is not valid JSON in UTF-8: it has half a surrogate pair") from None
+    except ValueError as error:
+        raise bad_request(f"the body is not valid JSON in UTF-8: {error}") from None
+    if not isinstance(values, dict):
+        raise bad_request(f"the body should be a JSON object, found {type(values).__name__}")
+    if _deeper_than(values, DEEPEST_NESTING):
+        raise bad_request(f"the body is nested deeper than {DEEPEST_NESTING} levels")
+    return values
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number in JSON")
+
+
+def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(fields)
+    if len(values) < len(fields):
+        names = [name for name, _ in fields]
+        repeated = next(name for name in values if names.count(name) > 1)
+        raise ValueError(f"the field {repeated!r:.40} is there twice")
+    return values
+
+
+def _deeper_than(value: Any, levels: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    if levels == 0:
+        return True
+    return any(_deeper_than(entry, levels - 1) for entry in (value.values() if isinstance(value, dict) else value))
+
+
+def _explained(error: ValidationError) -> ApiError:
+    """The first thing that is wrong, named by its place in the request."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    place = [str(part) for part in first["loc"] if not str(part).startswith(BRANCHES)]
+    param = ".".join(part for part in place if part not in ("str", "float", "int"))
+    found = repr(first["input"])
+    shown = found if len(found) <= 80 else found[:77] + "..."
+    if first["type"] == "missing":
+        return bad_request(f"'{param}' is required", param)
+    return bad_request(f"'{param}': {first['msg'].removeprefix('Value error, ').lower()}, found {shown}", param)
