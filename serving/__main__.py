@@ -42,7 +42,7 @@ def load(settings: Settings) -> models.LoadedModel:
 def listening_socket(settings: Settings) -> socket.socket:
     """A socket that takes connections from now on, before loading, so that a port in use is said at once."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    return socket.create_server((settings.host, settings.port), family=family)
+    return socket.create_server((settings.host, settings.port), family=family, backlog=settings.backlog)
 
 
 async def run(settings: Settings, bound: socket.socket) -> int:
@@ -56,7 +56,7 @@ async def run(settings: Settings, bound: socket.socket) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     engine = Engine(lambda: load(settings), settings)
-    listener = Listener(create_app(engine, settings), bound, keep_alive=KEEP_ALIVE_SECONDS)
+    listener = Listener(create_app(engine, settings), bound, settings, keep_alive=KEEP_ALIVE_SECONDS)
     await listener.start()
     await _first(asked.wait(), _announce(engine, settings))
     await _first(engine.drain(settings.drain_timeout), hurried.wait())

@@ -13,19 +13,20 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 from models import KestrelError, LoadedModel, PrefillProgress, Step
 from serving import request_log
 from serving.errors import ApiError, bad_request
 from serving.job import Failure, Job, Work
+from serving.memory import available_bytes
 from serving.metrics import Metrics
 from serving.settings import Settings
 
 log = logging.getLogger("kestrel.engine")
 State = Literal["loading", "ok", "draining", "error"]
-RETRY_SECONDS = {"loading": 5, "draining": 30, "error": 60}
+RETRY_SECONDS = {"loading": 5, "draining": 30, "error": 60, "memory": 5}
 
 
 class Engine:
@@ -39,6 +40,7 @@ class Engine:
         self.problem = ""
         self.total_requests = 0
         self.max_queued = settings.max_queued
+        self._min_free_mb = settings.min_free_mb
         self.metrics = Metrics(settings.model_id)
         self.metrics.watch(lambda: self.active, lambda: self.queued)
         self.metrics.watch_state(get_args(State), lambda: self.state)
@@ -70,13 +72,16 @@ class Engine:
         """Takes a place for one request, before any work is done for it.
 
         Raises:
-            ApiError: 503 unless the engine is ready, 429 if the waiting room is full.
+            ApiError: 503 unless the engine is ready, 429 if the waiting room is full, 503 if memory is short.
         """
         if self.state != "ok":
             raise ApiError(503, self._why_not(), code=self.state, retry_after=RETRY_SECONDS[self.state])
         if self.max_queued and len(self._live) > self.max_queued:
             message = f"{self.queued} requests are waiting, which is the limit; retry later"
             raise ApiError(429, message, code="queue_full", retry_after=1)
+        if self._min_free_mb and (free := available_bytes() >> 20) < self._min_free_mb:
+            message = f"{free} MB of memory are available, and requests are taken from {self._min_free_mb} MB on"
+            raise ApiError(503, message, code="insufficient_memory", retry_after=RETRY_SECONDS["memory"])
         job = Job()
         if record := request_log.current():
             record.jobs.append(job)
@@ -88,10 +93,12 @@ class Engine:
         reasons = {"loading": "the model is loading", "draining": "the server is shutting down"}
         return reasons.get(self.state, f"the engine has failed: {self.problem}")
 
-    def submit(self, job: Job, work: Work) -> None:
-        """Puts an admitted job into the queue."""
-        job.work = work
-        job.prompt_tokens = len(work.prompt.token_ids)
+    def submit(self, job: Job, work: Sequence[Work]) -> None:
+        """Puts an admitted job into the queue. All its choices take one place, and run one after the other."""
+        job.work = tuple(work)
+        job.choices = len(work)
+        prompts = {id(choice.prompt): choice.prompt for choice in work}
+        job.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts.values())
         self._queue.put(job)
 
     def release(self, job: Job) -> None:
@@ -175,9 +182,20 @@ class Engine:
         finally:
             self._tell(self._end, job, last)
 
-    def _generate(self, job: Job, work: Work) -> Step | None:
+    def _generate(self, job: Job, work: Sequence[Work]) -> Step | None:
         """Delivers all steps but the last, which it returns; None if nobody waits for it."""
         job.timing.started = time.monotonic()
+        for choice in work[:-1]:
+            last = self._generate_choice(job, choice)
+            if last is None:
+                return None
+            self._tell(job.deliver, last)
+        return self._generate_choice(job, work[-1])
+
+    def _generate_choice(self, job: Job, work: Work) -> Step | None:
+        """The same for one choice."""
+        if job.cancelled:
+            return None
         items = self.model.stream(work.prompt, max_tokens=work.max_tokens, stop=work.stop, sampling=work.sampling)
         for item in items:
             if job.cancelled:

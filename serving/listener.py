@@ -22,19 +22,24 @@ from hypercorn.utils import wrap_app
 from quart import Quart
 
 from serving.errors import ApiError
+from serving.settings import Settings
 
 PARSING_SECONDS = 0.05  # ample for the bytes that came before the end; longer means that hypercorn has put them off
 ABORTING_SECONDS = 1.0
+TELLING_SECONDS = 1.0  # for a client beyond the limit to take its answer
+TOLD_AT_ONCE = 32  # such clients; more are cut off without one, since they cost open files too
 
 
 class Listener:
     """Serves an application on a bound socket, which it takes over."""
 
-    def __init__(self, app: Quart, bound: socket.socket, *, keep_alive: float, backlog: int = 100) -> None:
+    def __init__(self, app: Quart, bound: socket.socket, settings: Settings, *, keep_alive: float) -> None:
         """`keep_alive` is how many seconds a connection may be idle."""
         self._app = app
         self._socket = bound
-        self._backlog = backlog
+        self._backlog = settings.backlog
+        self._max_connections = settings.max_connections
+        self._turned_away = 0
         self._config = Config()
         self._config.keep_alive_timeout = keep_alive
         self._config.accesslog = None
@@ -54,11 +59,30 @@ class Listener:
         )
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._max_connections and len(self._connections) >= self._max_connections:
+            await self._turn_away(reader, writer)
+            return
         task = asyncio.current_task()
         self._connections[task] = writer
         task.add_done_callback(self._connections.pop)
         app = wrap_app(self._run_app, self._config.wsgi_max_body_size, "asgi")
         await _Connection(app, asyncio.get_running_loop(), self._config, self._context, {}, reader, writer)
+
+    async def _turn_away(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Tells a client that there are too many, unless too many are being told."""
+        self._turned_away += 1
+        try:
+            if self._turned_away <= TOLD_AT_ONCE:
+                async with asyncio.timeout(TELLING_SECONDS):
+                    writer.write(_too_many(len(self._connections)))
+                    writer.write_eof()
+                    while await reader.read(2**16):  # to close on unread bytes would take the answer back
+                        pass
+        except (OSError, TimeoutError):
+            pass
+        finally:
+            self._turned_away -= 1
+            writer.transport.abort()
 
     async def _run_app(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         if scope.get("path") == "":  # of "GET ?query", which Quart takes the first letter of
@@ -81,6 +105,14 @@ class Listener:
     async def _wait(self, seconds: float) -> None:
         if self._connections:
             await asyncio.wait(self._connections, timeout=seconds)
+
+
+def _too_many(count: int) -> bytes:
+    """The answer to a connection beyond the limit, whatever is asked on it."""
+    error = ApiError(503, f"{count} connections are open, which is the limit; retry later", code="too_many_connections")
+    body = json.dumps(error.body).encode()
+    head = "HTTP/1.1 503 \r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 async def _refuse_websocket(send: ASGISendCallable) -> None:

@@ -29,6 +29,9 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8000
     max_queued: int = 16
+    min_free_mb: int = 512
+    backlog: int = 128
+    max_connections: int = 256
     max_context: int | None = None
     max_image_tokens: int = 1280
     max_body_bytes: int = 32 * 2**20
@@ -57,6 +60,13 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
     parser.add_argument("--port", type=_port, default=default.port, help="0 takes a free one, which is printed")
     parser.add_argument(
         "--max-queued", type=_count, default=default.max_queued, help="waiting requests; 0 for no limit"
+    )
+    parser.add_argument(
+        "--min-free-mb", type=_count, default=default.min_free_mb, help="MB of memory that a request needs; 0: any"
+    )
+    parser.add_argument("--backlog", type=_count, default=default.backlog, help="connections not yet accepted")
+    parser.add_argument(
+        "--max-connections", type=_count, default=default.max_connections, help="at the same time; 0 for no limit"
     )
     parser.add_argument("--max-context", type=int, help="tokens of prompt and answer together")
     parser.add_argument("--max-image-tokens", type=int, default=default.max_image_tokens, help="tokens of one picture")

@@ -60,14 +60,14 @@ async def scripted_server(
 ) -> AsyncIterator[Server]:
     """Serves a scripted model on a free port."""
     model = model or ScriptedModel()
-    chosen = Settings(model_id="scripted", **settings)
+    chosen = Settings(**{"model_id": "scripted", "min_free_mb": 0} | settings)
     engine = Engine(load or (lambda: model), chosen)
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))
     port = bound.getsockname()[1]
     app = create_app(engine, chosen)
     app.config.update(app_config or {})
-    listener = Listener(app, bound, keep_alive=5)
+    listener = Listener(app, bound, chosen, keep_alive=5)
     await listener.start()
     url = f"http://127.0.0.1:{port}"
     async with httpx.AsyncClient(base_url=url, timeout=30) as client:

@@ -189,6 +189,9 @@ def test_a_port_in_use_is_said(monkeypatch, capsys):
     [
         ["--max-queued", "-1"],
         ["--max-queued", "many"],
+        ["--min-free-mb", "-1"],
+        ["--max-connections", "-1"],
+        ["--backlog", "1.5"],
         ["--port", "65536"],
         ["--port", "-1"],
         ["--ping-seconds", "-1"],
