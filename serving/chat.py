@@ -17,7 +17,7 @@ from models.generation import check_room
 from models.tokenizer import Tokenizer
 from serving import reasoning, replies, sse, tool_calls
 from serving.answer import Answer
-from serving.chat_request import ChatRequest
+from serving.chat_request import ChatRequest, seeded
 from serving.engine import Engine
 from serving.errors import ApiError, bad_request
 from serving.job import Job, Work
@@ -29,31 +29,23 @@ log = logging.getLogger("kestrel.chat")
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a request has become on its way to the engine. `in_reasoning` tells that its template opens the reasoning;
-    `last_user_tokens` counts the text of the last user turn."""
+    """What a request has become on its way to the engine: what to run for each choice, all with one prompt.
+    `in_reasoning` tells that its template opens the reasoning; `last_user_tokens` counts the text of the last user
+    turn."""
 
-    work: Work
+    work: list[Work]
     in_reasoning: bool
     last_user_tokens: int
 
 
 @dataclass
-class Exchange:
-    """One admitted request and its answer so far. Belongs to its handler alone."""
+class Choice:
+    """One of the answers to a request, so far."""
 
-    engine: Engine
-    job: Job
-    request: ChatRequest
-    prepared: Prepared
-    model_id: str
+    index: int
     answer: Answer
     steps: list[Step] = field(default_factory=list)
     unreported: list[Step] = field(default_factory=list)
-
-    @property
-    def prompt(self) -> Prompt:
-        """What the answer follows on."""
-        return self.prepared.work.prompt
 
     @property
     def finish_reason(self) -> str:
@@ -67,23 +59,56 @@ class Exchange:
         deltas = self.answer.push(step.text)
         return deltas if step.finish_reason is None else [*deltas, *self.answer.finish()]
 
+
+@dataclass
+class Exchange:
+    """One admitted request and its answers so far. Belongs to its handler alone."""
+
+    engine: Engine
+    job: Job
+    request: ChatRequest
+    prepared: Prepared
+    model_id: str
+    choices: list[Choice]
+
+    @property
+    def prompt(self) -> Prompt:
+        """What the answers follow on."""
+        return self.prepared.work[0].prompt
+
+    @property
+    def steps(self) -> list[Step]:
+        """The tokens of all choices."""
+        return [step for choice in self.choices for step in choice.steps]
+
     def asks(self, option: str) -> bool:
         """Whether the client has set this stream option."""
         return bool(getattr(self.request.stream_options, option, None))
 
-    def chunk(self, delta: dict[str, Any], **choice: Any) -> dict[str, Any]:
+    def chunk(self, choice: Choice, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
         """A stream object. Where usage is asked for, every one has the field, null in all but the last."""
         usage = {"usage": None} if self.asks("include_usage") else {}
-        return replies.chunk(self.job, self.model_id, delta, **choice) | usage
+        return replies.chunk(self.job, self.model_id, delta, index=choice.index, **fields) | usage
 
-    def logprobs(self) -> dict[str, Any] | None:
+    def role_chunk(self, choice: Choice) -> dict[str, Any]:
+        """The stream object with which a choice begins."""
+        return self.chunk(choice, {"role": "assistant", "content": ""})
+
+    def logprobs(self, choice: Choice) -> dict[str, Any] | None:
         """The log-probabilities of the tokens not yet reported, if the client wants them; each is told once."""
-        steps, self.unreported = self.unreported, []
+        steps, choice.unreported = choice.unreported, []
         return replies.logprobs(steps, self.engine.model.tokenizer) if self.request.logprobs and steps else None
 
-    def metrics(self) -> dict[str, Any]:
-        """The request's times, in the original's form."""
-        return replies.metrics(self.job, self.prompt, self.prepared.last_user_tokens, self.steps)
+    def extras(self, events: bool) -> dict[str, Any]:
+        """The original's metrics and tokens, where they are asked for. They describe one answer, not several."""
+        if len(self.choices) > 1:
+            return {}
+        extras: dict[str, Any] = {}
+        if events or self.asks("include_metrics"):
+            extras["metrics"] = replies.metrics(self.job, self.prompt, self.prepared.last_user_tokens, self.steps)
+        if events or self.asks("include_tokens"):
+            extras["history_tokens"] = replies.history(self.prompt, self.steps)
+        return extras
 
 
 async def begin(engine: Engine, request: ChatRequest, model_id: str, job: Job, workers: ThreadPoolExecutor) -> Exchange:
@@ -94,7 +119,8 @@ async def begin(engine: Engine, request: ChatRequest, model_id: str, job: Job, w
     """
     prepared = await asyncio.get_running_loop().run_in_executor(workers, _prepare, engine, request)
     engine.submit(job, prepared.work)
-    return Exchange(engine, job, request, prepared, model_id, _answer(request, prepared))
+    choices = [Choice(index, _answer(request, prepared)) for index in range(len(prepared.work))]
+    return Exchange(engine, job, request, prepared, model_id, choices)
 
 
 def _answer(request: ChatRequest, prepared: Prepared) -> Answer:
@@ -124,7 +150,8 @@ def _prepare(engine: Engine, request: ChatRequest) -> Prepared:
     except KestrelError as error:
         raise bad_request(str(error), "messages") from None
     room = model.max_context - len(prompt.token_ids)
-    work = Work(prompt, min(request.limit or room, room), request.stops, sampling)
+    limit = min(request.limit or room, room)
+    work = [Work(prompt, limit, request.stops, seeded(sampling, index)) for index in range(request.n or 1)]
     return Prepared(work, in_reasoning, _last_user_tokens(engine, messages))
 
 
@@ -163,10 +190,10 @@ def _last_user_tokens(engine: Engine, messages: list[dict[str, Any]]) -> int:
 
 
 async def stream(exchange: Exchange, events: bool, ping_seconds: float | None) -> AsyncIterator[bytes]:
-    """The answer as server-sent events: the role at once, a frame per piece, the finish, then what was asked for, then
-    `[DONE]`. A failure is told in a frame, because the status has been sent. `events` adds the original's frames
-    whatever the request says; `ping_seconds` of silence bring a comment."""
-    yield sse.event(exchange.chunk({"role": "assistant", "content": ""}))
+    """The answer as server-sent events: the role at once, a frame per piece, the finish, and so for every choice; then
+    what was asked for, then `[DONE]`. A failure is told in a frame, because the status has been sent. `events` adds the
+    original's frames whatever the request says; `ping_seconds` of silence bring a comment."""
+    yield sse.event(exchange.role_chunk(exchange.choices[0]))
     try:
         async for frame in _frames(exchange, ping_seconds):
             yield frame
@@ -183,27 +210,47 @@ async def stream(exchange: Exchange, events: bool, ping_seconds: float | None) -
 async def _frames(exchange: Exchange, ping_seconds: float | None) -> AsyncIterator[bytes]:
     """The frames that tokens bring, and comments where they bring none for long: a call is told when it is complete."""
     sent = time.monotonic()
-    async for step in exchange.job.events(ping_seconds):
-        deltas = [] if step is None else exchange.take(step)
-        for delta in deltas:
-            yield sse.event(exchange.chunk(delta, logprobs=exchange.logprobs()))
+    async for choice, step in _steps(exchange, ping_seconds):
+        frames = [] if step is None else _step_frames(exchange, choice, step)
+        for frame in frames:
+            yield sse.event(frame)
         now = time.monotonic()
-        if step is None or (not deltas and ping_seconds and now - sent >= ping_seconds):
+        if step is None or (not frames and ping_seconds and now - sent >= ping_seconds):
             yield sse.PING
             sent = now
-        elif deltas:
+        elif frames:
             sent = now
         # A queue that is never empty would never let the event loop see that the client has left.
         await asyncio.sleep(0)
 
 
+async def _steps(exchange: Exchange, silence: float | None = None) -> AsyncIterator[tuple[Choice, Step | None]]:
+    """The steps with the choice that they belong to: the choices come one after the other."""
+    choices = iter(exchange.choices)
+    choice = next(choices)
+    async for step in exchange.job.events(silence):
+        yield choice, step
+        if step is not None and step.finish_reason is not None:
+            choice = next(choices, choice)
+
+
+def _step_frames(exchange: Exchange, choice: Choice, step: Step) -> list[dict[str, Any]]:
+    """The deltas of a token; a choice begins with its role, of which the first has been told, and ends with why."""
+    frames = [] if choice.steps or choice.index == 0 else [exchange.role_chunk(choice)]
+    frames += [exchange.chunk(choice, delta, logprobs=exchange.logprobs(choice)) for delta in choice.take(step)]
+    if step.finish_reason is not None:
+        end = {"finish_reason": choice.finish_reason, "logprobs": exchange.logprobs(choice)}
+        frames.append(exchange.chunk(choice, {}, **end))
+    return frames
+
+
 def _closing_frames(exchange: Exchange, events: bool) -> list[dict[str, Any]]:
-    """The finish; the original's metrics and tokens; usage last, as clients keep what the last chunk says of it."""
-    frames = [exchange.chunk({}, finish_reason=exchange.finish_reason, logprobs=exchange.logprobs())]
-    if events or exchange.asks("include_metrics"):
-        frames.append(replies.metrics_frame(exchange.metrics()))
-    if events or exchange.asks("include_tokens"):
-        frames.append(replies.tokens_frame(replies.history(exchange.prompt, exchange.steps)))
+    """The original's metrics and tokens; usage last, as clients keep what the last chunk says of it."""
+    extras, frames = exchange.extras(events), []
+    if "metrics" in extras:
+        frames.append(replies.metrics_frame(extras["metrics"]))
+    if "history_tokens" in extras:
+        frames.append(replies.tokens_frame(extras["history_tokens"]))
     if exchange.asks("include_usage"):
         usage = replies.usage(exchange.prompt, exchange.steps)
         frames.append(replies.usage_chunk(exchange.job, exchange.model_id, usage))
@@ -216,18 +263,16 @@ async def whole(exchange: Exchange, events: bool) -> dict[str, Any]:
     Raises:
         ApiError: the request failed.
     """
-    async for step in exchange.job.events():
-        exchange.take(step)
-    answer = replies.completion(
-        exchange.job,
-        exchange.model_id,
-        exchange.answer.message(),
-        exchange.finish_reason,
-        exchange.logprobs(),
-        replies.usage(exchange.prompt, exchange.steps),
-    )
-    if events or exchange.asks("include_metrics"):
-        answer["metrics"] = exchange.metrics()
-    if events or exchange.asks("include_tokens"):
-        answer["history_tokens"] = replies.history(exchange.prompt, exchange.steps)
-    return answer
+    async for choice, step in _steps(exchange):
+        choice.take(step)
+    choices = [
+        {
+            "index": choice.index,
+            "message": choice.answer.message(),
+            "logprobs": exchange.logprobs(choice),
+            "finish_reason": choice.finish_reason,
+        }
+        for choice in exchange.choices
+    ]
+    usage = replies.usage(exchange.prompt, exchange.steps)
+    return replies.completion(exchange.job, exchange.model_id, choices, usage) | exchange.extras(events)

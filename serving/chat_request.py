@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -12,6 +13,8 @@ from serving.json_body import Strict, read_fields
 from serving.tools import MOST_TOOLS, SentCall, Tool, check_tools, opening_of
 
 TEMPLATE_NAMES = {"self", "messages", "added", "tools", "add_generation_prompt"}  # what the server itself passes
+MOST_CHOICES = 8
+SEED_STEP = 0x9E3779B97F4A7C15  # odd and far from small numbers, so that neighbouring seeds share no choices
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=1)]
@@ -58,7 +61,7 @@ class ChatRequest(Strict):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    n: int | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -103,6 +106,14 @@ class ChatRequest(Strict):
         return SamplingParams(**(vars(default) | said | {"logit_bias": bias, "top_logprobs": self.top_logprobs or 0}))
 
 
+def seeded(sampling: SamplingParams, index: int) -> SamplingParams:
+    """How choice number `index` is sampled: with a seed of its own, which follows from the request's. The first has
+    the request's own."""
+    if sampling.seed is None:
+        return sampling
+    return replace(sampling, seed=(sampling.seed + index * SEED_STEP) % 2**64 if index else sampling.seed)
+
+
 def parse_chat_request(body: bytes) -> ChatRequest:
     """Reads and checks a request body.
 
@@ -142,8 +153,9 @@ def _check_part(part: Any, param: str) -> None:
 
 def _check_supported(request: ChatRequest) -> None:
     """Refuses what would otherwise be silently ignored."""
-    if request.n not in (None, 1):
-        raise bad_request(f"'n' must be 1, found {request.n}", "n")
+    options = request.stream_options
+    if (request.n or 1) > 1 and options and (options.include_metrics or options.include_tokens):
+        raise bad_request("'n' must be 1 with 'include_metrics' or 'include_tokens'", "n")
     if request.functions:
         raise bad_request("'functions' are not supported; 'tools' are", "functions")
     check_tools(request.tools or [])

@@ -15,7 +15,7 @@ from serving.errors import ApiError
 
 @dataclass(frozen=True)
 class Work:
-    """What the engine needs to run a request."""
+    """What the engine needs to generate one choice."""
 
     prompt: Prompt
     max_tokens: int
@@ -45,7 +45,8 @@ class Failure:
 class Job:
     """A request from its admission to its end. Its events go to a queue of its own, read by its own handler only.
 
-    `generated` counts tokens; `finish_reason` or `failure` is set once the request has ended, unless its client left.
+    `generated` counts the tokens of all its `choices`. `finish_reason` (of the last one) or `failure` is set once the
+    request has ended, unless its client left.
     """
 
     def __init__(self) -> None:
@@ -55,9 +56,11 @@ class Job:
         self.running = False
         self.prompt_tokens = 0
         self.generated = 0
+        self.choices = 1
         self.finish_reason: str | None = None
         self.failure: ApiError | None = None
-        self.work: Work | None = None
+        self.work: tuple[Work, ...] | None = None
+        self._finished_choices = 0
         self._cancelled = threading.Event()
         self._events: asyncio.Queue[Step | Failure] = asyncio.Queue()
 
@@ -81,16 +84,18 @@ class Job:
         if not self.ended:
             if isinstance(event, Failure):
                 self.failure = event.error
-            else:
-                self.finish_reason = event.finish_reason
+            elif event.finish_reason is not None:
+                self._finished_choices += 1
+                self.finish_reason = event.finish_reason if self._finished_choices == self.choices else None
         self._events.put_nowait(event)
 
     async def events(self, silence: float | None = None) -> AsyncIterator[Step | None]:
-        """The steps as they come, up to the last; None after every `silence` seconds without one.
+        """The steps of all choices as they come, up to the last; None after every `silence` seconds without one.
 
         Raises:
             ApiError: the request failed.
         """
+        left = self.choices
         while True:
             try:
                 async with asyncio.timeout(silence):  # unlike wait_for it never loses a cancellation
@@ -101,5 +106,6 @@ class Job:
             if isinstance(event, Failure):
                 raise event.error
             yield event
-            if event.finish_reason is not None:
+            left -= event.finish_reason is not None
+            if not left:
                 return

@@ -85,7 +85,8 @@ class Metrics:
         """Counts a token generated at `now` (seconds, monotonic); the job's timing still tells of the one before."""
         self._generated.inc()
         if job.timing.first_token:
-            self._inter_token.observe(now - job.timing.last_token)
+            # The prompt of a request's second choice is computed after the last token of the first.
+            self._inter_token.observe(now - max(job.timing.last_token, job.timing.prefilled))
         else:
             self._prompt_tokens.inc(job.prompt_tokens)
             self._first_token.observe(now - job.timing.admitted)
@@ -110,6 +111,19 @@ class Metrics:
             due = loop.time() + LAG_TICK
             await asyncio.sleep(LAG_TICK)
             self._lag.observe(max(0.0, loop.time() - due))
+
+    def totals(self) -> dict[str, int]:
+        """Completed and other requests, and tokens."""
+        return {
+            "completed": sum(self._total_of("request_success", finished_reason=reason) for reason in FINISH_REASONS),
+            **{outcome: self._total_of("request_unfinished", outcome=outcome) for outcome in OUTCOMES},
+            "prompt_tokens": self._total_of("prompt_tokens"),
+            "generation_tokens": self._total_of("generation_tokens"),
+        }
+
+    def _total_of(self, counter: str, **labels: str) -> int:
+        labels["model_name"] = self._model_name
+        return int(self._registry.get_sample_value(f"{PREFIX}{counter}_total", labels))
 
     def exposition(self) -> bytes:
         """Everything in Prometheus' text format."""

@@ -13,7 +13,7 @@ LOWEST_LOGPROB = -9999.0  # OpenAI's own stand-in for minus infinity, which JSON
 
 
 def chunk(job: Job, model: str, delta: dict[str, Any], **choice: Any) -> dict[str, Any]:
-    """One stream object with one choice; `choice` may bring `finish_reason` and `logprobs`."""
+    """One stream object with one choice; `choice` may bring `index`, `finish_reason` and `logprobs`."""
     entry = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None} | choice
     return _envelope(job, "chat.completion.chunk", model) | {"choices": [entry]}
 
@@ -23,17 +23,9 @@ def usage_chunk(job: Job, model: str, numbers: dict[str, int]) -> dict[str, Any]
     return _envelope(job, "chat.completion.chunk", model) | {"choices": [], "usage": numbers}
 
 
-def completion(
-    job: Job,
-    model: str,
-    message: dict[str, Any],
-    finish_reason: str,
-    logprobs: dict[str, Any] | None,
-    numbers: dict[str, int],
-) -> dict[str, Any]:
+def completion(job: Job, model: str, choices: list[dict[str, Any]], numbers: dict[str, int]) -> dict[str, Any]:
     """The whole answer of a request that does not stream."""
-    choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
-    return _envelope(job, "chat.completion", model) | {"choices": [choice], "usage": numbers}
+    return _envelope(job, "chat.completion", model) | {"choices": choices, "usage": numbers}
 
 
 def _envelope(job: Job, kind: str, model: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from models import SamplingParams
-from serving.chat_request import parse_chat_request
+from serving.chat_request import parse_chat_request, seeded
 from serving.errors import ApiError
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -92,7 +92,7 @@ def test_messages_must_be_there():
         ("max_tokens", [0, -1, 1.0, True, "5"]),
         ("max_completion_tokens", [0, -5]),
         ("seed", [1.5, True, 2**63]),
-        ("n", [0, 2, True]),
+        ("n", [0, 9, True]),
         ("stream", [1, "true"]),
         ("logprobs", [1]),
         ("logit_bias", [[1], {"a": 1}, {"-1": 1}, {"1": 101}, {"1": True}]),
@@ -161,3 +161,15 @@ def test_earlier_calls_have_their_arguments_as_objects(sent, meant):
     call = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": sent}}
     request = parse(messages=[{"role": "assistant", "tool_calls": [call]}, *HELLO])
     assert request.messages[0].tool_calls[0].function.arguments == meant
+
+
+def test_the_originals_frames_are_for_one_choice():
+    assert parse(n=8, stream_options={"include_usage": True}).n == 8
+    assert refused(n=2, stream_options={"include_tokens": True}).param == "n"
+
+
+def test_seeds_of_choices_differ_and_follow_from_the_requests():
+    seeds = [[seeded(SamplingParams(seed=seed), index).seed for index in range(8)] for seed in (-1, 0, 1, 2**63 - 1)]
+    assert [first for first, *_ in seeds] == [-1, 0, 1, 2**63 - 1]
+    assert len({seed % 2**64 for row in seeds for seed in row}) == 32
+    assert seeded(SamplingParams(), 3) == SamplingParams()

@@ -114,7 +114,7 @@ async def test_openai_closing_a_stream_frees_the_engine(server, client):
         ({"model": "gpt-4"}, openai.NotFoundError),
         ({"tool_choice": "required"}, openai.BadRequestError),
         ({"response_format": {"type": "json_object"}}, openai.BadRequestError),
-        ({"n": 2}, openai.BadRequestError),
+        ({"n": 9}, openai.BadRequestError),
     ],
 )
 async def test_openai_errors(client, request_fields, error):
