@@ -1,8 +1,9 @@
-/** The conversation on the page. A message is `{role, text, pictures}` or `{role, text, finish, problem, timeline}`. */
+/** The conversation on the page. A message is `{role, text, pictures}` or `{role, text, thinking,
+ * finish, problem, timeline}`. */
 
 import { byId, element } from "./dom.mjs";
 import { copyButton, showMarkdown } from "./markdown_view.mjs";
-import { inPlainWords } from "./problems.mjs";
+import { inPlainWords, serverDetail } from "./problems.mjs";
 
 const ENDS = { length: "Ended at the limit of tokens.", stopped: "Stopped." };
 
@@ -18,12 +19,17 @@ export function showConversation(messages, actions) {
 /** Adds an answer that is about to arrive. Returns what shows its text as it grows, and its end. */
 export function addAnswer(message, actions) {
   const body = element("div", { class: "text", dir: "auto" });
-  const item = element("li", { class: "answer arriving" }, author(message.timeline.model), body);
+  const thinking = thinkingElement(message);
+  const item = element("li", { class: "answer arriving" }, author(message.timeline.model), thinking.shown, body);
   byId("messages").querySelector(".unanswered")?.remove();
   byId("messages").append(item);
   scrollToEnd();
   return {
-    grow: () => keepingEnd(() => showMarkdown(body, message.text)),
+    grow: () =>
+      keepingEnd(() => {
+        thinking.grow();
+        showMarkdown(body, message.text);
+      }),
     end: () => keepingEnd(() => item.replaceWith(messageElement(message, actions))),
   };
 }
@@ -43,9 +49,31 @@ function answer(message, actions) {
   const body = element("div", { class: "text", dir: "auto" });
   showMarkdown(body, text);
   const end = ENDS[finish] ?? (finish === "stop" && !text ? "The answer is empty." : null);
-  const timelineButton = element("button", { type: "button", class: "quiet", click: () => actions.show(timeline) }, "Timeline");
-  const foot = element("div", { class: "foot" }, end ? element("span", {}, end) : null, text ? copyButton(text, "Copy answer") : null, timelineButton);
-  return element("li", { class: "answer" }, author(timeline.model), body, foot, problem ? notice(problem, actions) : null);
+  const foot = element(
+    "div",
+    { class: "foot" },
+    end ? element("span", {}, end) : null,
+    text ? copyButton(text, "Copy answer") : null,
+    timeline.events.length ? timelineButton(() => actions.show(timeline)) : null,
+  );
+  const trouble = problem ? notice(problem, actions) : null;
+  return element("li", { class: "answer" }, author(timeline.model), thinkingElement(message).shown, body, foot, trouble);
+}
+
+function timelineButton(click) {
+  return element("button", { type: "button", class: "quiet", "aria-label": "Show the timeline of this answer", click }, "Timeline");
+}
+
+/** What the model thought before it answered: closed, and not there as long as there is none. */
+function thinkingElement(message) {
+  const text = element("div", { class: "plain", dir: "auto" });
+  const shown = element("details", { class: "thinking" }, element("summary", {}, "Thinking"), text);
+  const grow = () => {
+    text.textContent = message.thinking;
+    shown.hidden = !message.thinking;
+  };
+  grow();
+  return { shown, grow };
 }
 
 function author(name) {
@@ -53,7 +81,8 @@ function author(name) {
 }
 
 function notice(problem, actions) {
-  const detail = problem.message ? element("p", { class: "detail" }, `The server says: ${problem.message}`) : null;
+  const said = serverDetail(problem);
+  const detail = said ? element("p", { class: "detail" }, `The server says: ${said}`) : null;
   const words = element("p", {}, inPlainWords(problem));
   return element("div", { class: "notice", role: "alert" }, words, detail, ways(actions));
 }

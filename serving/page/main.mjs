@@ -8,7 +8,7 @@ import { inPlainWords, Problem } from "./problems.mjs";
 import { askNow, modelName, watchServer } from "./server_state.mjs";
 import { apiKey, samplingFields, setUpSettings, systemPrompt } from "./settings.mjs";
 import { loadConversation, saveConversation } from "./storage.mjs";
-import { newTimeline, note } from "./timeline.mjs";
+import { newTimeline, note, textOf } from "./timeline.mjs";
 import { redraw, redrawSoon, setOpen, setUpTimelinePanel, showTimeline } from "./timeline_panel.mjs";
 
 let messages = [];
@@ -115,7 +115,7 @@ function stop() {
 
 async function answerLast() {
   const timeline = newTimeline(modelName(), samplingFields());
-  const message = { role: "assistant", text: "", finish: null, problem: null, timeline };
+  const message = { role: "assistant", text: "", thinking: "", finish: null, problem: null, timeline };
   const own = { controller: new AbortController(), message };
   setRunning(own);
   const view = addAnswer(message, actions);
@@ -152,9 +152,10 @@ async function receive(message, view, signal) {
   try {
     for await (const { at, frame } of streamCompletion(request, { key: apiKey(), signal })) {
       const kind = note(timeline, frame, at - sent);
-      if (kind === "token") message.text += frame.choices[0].delta.content;
+      if (kind === "token") message.text += textOf(frame);
+      if (kind === "thinking") message.thinking += textOf(frame);
       if (kind === "finish") message.finish = frame.choices[0].finish_reason;
-      if (kind === "token") due ||= requestAnimationFrame(show);
+      due ||= requestAnimationFrame(show);
       redrawSoon();
     }
   } catch (error) {

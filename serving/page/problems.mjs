@@ -50,6 +50,11 @@ const WORDS_BY_STATUS = {
   503: "The server cannot take requests at the moment.",
 };
 
+/** What the server itself said, where that tells more than the plain words; otherwise an empty text. */
+export function serverDetail({ code, message }) {
+  return ["loading", "draining", "engine_error"].includes(code) ? "" : message;
+}
+
 /** A sentence or two about a problem's facts. */
 export function inPlainWords({ status, code, message, retryAfter, started }) {
   if (code === "disconnected" && started) return "The connection was lost before the answer was complete.";

@@ -3,6 +3,8 @@
 /** The figures that Kestrel-LLM documents: its first event, and a token of its steady run. */
 export const DOCUMENTED = { first_event_ms: 130, token_ms: 50 };
 
+const TEXT = ["token", "thinking"];
+
 /** An empty timeline; `settings` is what the request asked for besides messages. */
 export function newTimeline(model, settings) {
   return { model, started: new Date().toISOString(), settings, events: [], metrics: null, usage: null };
@@ -12,11 +14,17 @@ export function newTimeline(model, settings) {
 export function note(timeline, frame, ms) {
   const kind = kindOf(frame);
   const event = { kind, ms: round(ms), gap_ms: round(ms - (timeline.events.at(-1)?.ms ?? 0)) };
-  if (kind === "token") event.characters = [...frame.choices[0].delta.content].length;
+  if (TEXT.includes(kind)) event.characters = [...textOf(frame)].length;
   timeline.events.push(event);
   if (frame?.metrics) timeline.metrics = frame.metrics;
   if (frame?.usage) timeline.usage = frame.usage;
   return kind;
+}
+
+/** The text that a frame brings; that of the model's thinking has a field of its own. */
+export function textOf(frame) {
+  const delta = frame?.choices?.[0]?.delta;
+  return delta?.content || delta?.reasoning_content || "";
 }
 
 function kindOf(frame) {
@@ -25,6 +33,7 @@ function kindOf(frame) {
   const choice = frame.choices?.[0];
   if (choice?.finish_reason) return "finish";
   if (choice?.delta?.content) return "token";
+  if (choice?.delta?.reasoning_content) return "thinking";
   if (choice?.delta?.role) return "role";
   if (frame.metrics) return "metrics";
   return frame.usage ? "usage" : "other";
@@ -33,7 +42,7 @@ function kindOf(frame) {
 /** What a timeline shows: null where an event has not come (yet). A gap is the time between two pieces of text. */
 export function summary({ events }) {
   const firstOf = (kind) => events.find((event) => event.kind === kind)?.ms ?? null;
-  const tokens = events.filter((event) => event.kind === "token").map((event) => event.ms);
+  const tokens = events.filter((event) => TEXT.includes(event.kind)).map((event) => event.ms);
   const gaps = tokens.slice(1).map((ms, index) => round(ms - tokens[index]));
   return {
     firstEvent: events.find((event) => event.kind !== "comment")?.ms ?? null,

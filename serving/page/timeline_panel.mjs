@@ -2,7 +2,7 @@
 
 import { byId, download, element } from "./dom.mjs";
 import { DOCUMENTED, readable, summary, timelineJson } from "./timeline.mjs";
-import { timelineChart, timelineSvg } from "./timeline_chart.mjs";
+import { timelineDrawings, timelineSvg } from "./timeline_chart.mjs";
 
 const REDRAW_MS = 200; // the server may need the same processor
 const NARROW = "(max-width: 64rem)";
@@ -52,21 +52,30 @@ export function redraw() {
   byId("timeline-shown").hidden = current === null;
   if (!current || byId("timeline").hidden) return;
   byId("figures").replaceChildren(...figures(current));
-  const chart = byId("chart");
-  const atEnd = chart.scrollLeft + chart.clientWidth >= chart.scrollWidth - 4;
-  chart.replaceChildren(timelineChart(current, Math.max(chart.clientWidth, 240)));
-  if (atEnd) chart.scrollLeft = chart.scrollWidth;
+  const drawings = timelineDrawings(current, Math.max(byId("chart").clientWidth, 240));
+  for (const [part, drawing] of Object.entries(drawings)) {
+    const place = byId(`chart-${part}`);
+    keepingEnd(place, () => place.replaceChildren(drawing));
+  }
   byId("server-metrics").replaceChildren(...serverMetrics(current));
+  byId("server-reports").hidden = !byId("server-metrics").hasChildNodes();
   if (byId("timeline-events").open) byId("event-rows").replaceChildren(...current.events.map(eventRow));
+}
+
+/** Makes a change; what was scrolled to its right end stays there. */
+function keepingEnd(scrolled, change) {
+  const atEnd = scrolled.scrollLeft + scrolled.clientWidth >= scrolled.scrollWidth - 4;
+  change();
+  if (atEnd) scrolled.scrollLeft = scrolled.scrollWidth;
 }
 
 function figures(timeline) {
   const facts = summary(timeline);
   return [
     figure("First event", facts.firstEvent, `documented ${DOCUMENTED.first_event_ms} ms`, DOCUMENTED.first_event_ms),
-    figure("First token", facts.firstToken, "with the prompt read"),
-    figure("Between tokens", facts.median, `median; documented ${DOCUMENTED.token_ms} ms`, DOCUMENTED.token_ms),
-    figure("Slowest 5 %", facts.p95, "gaps from here on"),
+    figure("First token", facts.firstToken, "prompt and one step"),
+    figure("Between tokens, median", facts.median, `documented ${DOCUMENTED.token_ms} ms`, DOCUMENTED.token_ms),
+    figure("95th percentile", facts.p95, "of the same gaps"),
   ];
 }
 
