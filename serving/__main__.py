@@ -46,19 +46,19 @@ def listening_socket(settings: Settings) -> socket.socket:
 
 
 async def run(settings: Settings, bound: socket.socket) -> int:
-    """Serves until a signal: the first one drains, the second stops at once. The exit status is 1 if the model could
-    not be loaded or the engine has failed."""
-    asked, hurried = asyncio.Event(), asyncio.Event()
+    """Serves until it is asked to stop, by a signal or over HTTP, and drains; a signal after that stops at once. The
+    exit status is 1 if the model could not be loaded or the engine has failed."""
+    engine = Engine(lambda: load(settings), settings)
+    hurried = asyncio.Event()
 
     def on_signal() -> None:
-        (hurried if asked.is_set() else asked).set()
+        (hurried if engine.asked_to_stop.is_set() else engine.asked_to_stop).set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    engine = Engine(lambda: load(settings), settings)
     listener = Listener(create_app(engine, settings), bound, settings, keep_alive=KEEP_ALIVE_SECONDS)
     await listener.start()
-    await _first(asked.wait(), _announce(engine, settings))
+    await _first(engine.asked_to_stop.wait(), _announce(engine, settings))
     await _first(engine.drain(settings.drain_timeout), hurried.wait())
     engine.stop()
     await listener.close(0 if hurried.is_set() else CLOSING_SECONDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import re
 
 from quart import Request, Response
@@ -38,6 +39,21 @@ class Access:
             raise ApiError(401, message, code="invalid_api_key")
         return None
 
+    def check_administrator(self, request: Request) -> None:
+        """Lets those pass who may see and end the server: with the key, which `check` has seen, or, where there is no
+        key, from this machine; but not through a proxy on it, and not from a web page in a browser on it.
+
+        Raises:
+            ApiError: 403 for others.
+        """
+        if self._key:
+            return
+        forwarded = "Forwarded" in request.headers or "X-Forwarded-For" in request.headers
+        foreign_page = "Origin" in request.headers and not self._from_allowed_page(request)
+        if forwarded or foreign_page or not is_loopback(request.remote_addr):
+            message = "without an API key this is only for programs on the server's own machine"
+            raise ApiError(403, message, code="forbidden")
+
     def mark(self, request: Request, response: Response) -> None:
         """Lets pages of the allowed origins read the answer."""
         if not self._origins:
@@ -67,3 +83,12 @@ class Access:
             "Access-Control-Max-Age": str(PREFLIGHT_SECONDS),
         }
         return Response(status=204, headers=headers)
+
+
+def is_loopback(address: str | None) -> bool:
+    """Whether an IP address, also an IPv4 one inside an IPv6 one, is this machine talking to itself."""
+    try:
+        parsed = ipaddress.ip_address(address or "")
+    except ValueError:
+        return False
+    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback

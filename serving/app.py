@@ -14,6 +14,7 @@ from werkzeug.exceptions import HTTPException
 
 from serving import chat, demo_page, request_log, sse
 from serving.access import Access
+from serving.admin import admin_routes
 from serving.chat_request import parse_chat_request
 from serving.engine import Engine
 from serving.errors import ApiError
@@ -110,6 +111,8 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
         response = Response(frames, headers=sse.HEADERS)
         response.timeout = None  # Quart would cut a stream off after a minute
         return response
+
+    app.register_blueprint(admin_routes(engine, settings, access))
 
     @app.errorhandler(ApiError)
     async def api_error(error: ApiError) -> Response:

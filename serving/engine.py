@@ -39,6 +39,7 @@ class Engine:
         self.state: State = "loading"
         self.problem = ""
         self.total_requests = 0
+        self.asked_to_stop = asyncio.Event()  # by a signal or a client; who runs the server waits for it
         self.max_queued = settings.max_queued
         self._min_free_mb = settings.min_free_mb
         self.metrics = Metrics(settings.model_id)
@@ -67,6 +68,15 @@ class Engine:
     def queued(self) -> int:
         """Requests admitted, but not yet being computed."""
         return len(self._live) - self.active
+
+    def counts(self) -> dict[str, int]:
+        """Requests by what became of them, and tokens, since the start."""
+        return {
+            "active": self.active,
+            "queued": self.queued,
+            "admitted": self.total_requests,
+            **self.metrics.totals(),
+        }
 
     def admit(self) -> Job:
         """Takes a place for one request, before any work is done for it.
