@@ -41,7 +41,8 @@ function messageElement(message, actions) {
 function question({ text, pictures }) {
   const images = pictures.map((picture) => element("img", { src: picture.url, alt: picture.name }));
   const shown = images.length ? element("div", { class: "pictures" }, ...images) : null;
-  return element("li", { class: "question" }, author("You"), shown, text ? element("div", { class: "text plain", dir: "auto" }, text) : null);
+  const words = text ? element("div", { class: "text plain", dir: "auto" }, text) : null;
+  return element("li", { class: "question" }, author("You"), shown, words);
 }
 
 function answer(message, actions) {

@@ -5,7 +5,7 @@ import { DOCUMENTED, readable, summary } from "./timeline.mjs";
 
 const LEFT = 48; // room for the scale of the bars
 const RIGHT = 8;
-const STRIP = { top: 24, thick: 14, height: 64 };
+const STRIP = { top: 24, thick: 14, height: 76 };
 const BARS = { top: 32, tall: 120, height: 176 };
 const WIDEST_BAR = 9;
 const NARROWEST_BAR = 3;
@@ -94,8 +94,9 @@ function heightAt(ms, facts) {
 
 function scale(facts) {
   const mark = (ms, kind) => label(`${ms} ms`, LEFT - 6, heightAt(ms, facts) + 4, kind, "end");
-  const tooClose = highest(facts) < DOCUMENTED.token_ms * 1.2;
-  return [heading("Between tokens"), mark(0, ""), mark(DOCUMENTED.token_ms, "documented-label"), tooClose ? null : mark(highest(facts), "")];
+  const limit = DOCUMENTED.token_ms;
+  const legible = heightAt(0, facts) - heightAt(limit, facts) > 14;
+  return [heading("Between tokens"), legible ? mark(0, "") : null, mark(limit, "documented-label"), mark(highest(facts), "")];
 }
 
 function barStep({ gaps }, room) {
@@ -110,7 +111,11 @@ function bars(facts, room) {
   const bottom = BARS.top + BARS.tall;
   const step = barStep(facts, room);
   const width = barsWidth(facts, room);
-  const bar = (gap, index) => `M${(index * step).toFixed(1)} ${bottom}V${Math.min(heightAt(gap, facts), bottom - 1).toFixed(1)}h${Math.max(step - 1, 2).toFixed(1)}V${bottom}z`;
+  const thick = Math.max(step - 1, 2).toFixed(1);
+  const bar = (gap, index) => {
+    const top = Math.min(heightAt(gap, facts), bottom - 1);
+    return `M${(index * step).toFixed(1)} ${bottom}V${top.toFixed(1)}h${thick}V${bottom}z`;
+  };
   const path = (accepts) => facts.gaps.map((gap, index) => (accepts(gap) ? bar(gap, index) : "")).join("");
   const across = (kind, y) => svgElement("line", { class: kind, x1: 0, x2: width, y1: y, y2: y });
   const limit = DOCUMENTED.token_ms;

@@ -22,7 +22,9 @@ from .browser import EXECUTABLE, WHY_NOT, launched
 from .conftest import scripted_server
 from .scripted_model import ScriptedModel, say_what_the_user_said
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.skipif(EXECUTABLE is None, reason=WHY_NOT)]
+if EXECUTABLE is None:
+    pytest.skip(WHY_NOT, allow_module_level=True)
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # one browser for all tests
 expect.set_options(timeout=60_000)  # the machine may be busy with something else
 NOT_THE_PAGES_FAULT = ("Failed to load resource", "net::ERR_")
 
