@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,16 +14,16 @@ import numpy as np
 from models import ContextLengthError, KestrelError, Prompt, Step
 from models.generation import check_room
 from models.tokenizer import Tokenizer
-from serving import reasoning, replies, sse, tool_calls
+from serving import reasoning, replies, tool_calls
 from serving.answer import Answer
-from serving.chat_request import ChatRequest, seeded
+from serving.chat_request import ChatRequest
 from serving.engine import Engine
-from serving.errors import ApiError, bad_request
+from serving.errors import bad_request
+from serving.generation_request import seeded
 from serving.job import Job, Work
 from serving.media import conversation
+from serving.streaming import choice_steps, event_stream
 from serving.tool_calls import ToolCallParser
-
-log = logging.getLogger("kestrel.chat")
 
 
 @dataclass(frozen=True)
@@ -81,13 +80,9 @@ class Exchange:
         """The tokens of all choices."""
         return [step for choice in self.choices for step in choice.steps]
 
-    def asks(self, option: str) -> bool:
-        """Whether the client has set this stream option."""
-        return bool(getattr(self.request.stream_options, option, None))
-
     def chunk(self, choice: Choice, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
         """A stream object. Where usage is asked for, every one has the field, null in all but the last."""
-        usage = {"usage": None} if self.asks("include_usage") else {}
+        usage = {"usage": None} if self.request.asks("include_usage") else {}
         return replies.chunk(self.job, self.model_id, delta, index=choice.index, **fields) | usage
 
     def role_chunk(self, choice: Choice) -> dict[str, Any]:
@@ -104,9 +99,9 @@ class Exchange:
         if len(self.choices) > 1:
             return {}
         extras: dict[str, Any] = {}
-        if events or self.asks("include_metrics"):
+        if events or self.request.asks("include_metrics"):
             extras["metrics"] = replies.metrics(self.job, self.prompt, self.prepared.last_user_tokens, self.steps)
-        if events or self.asks("include_tokens"):
+        if events or self.request.asks("include_tokens"):
             extras["history_tokens"] = replies.history(self.prompt, self.steps)
         return extras
 
@@ -189,49 +184,18 @@ def _last_user_tokens(engine: Engine, messages: list[dict[str, Any]]) -> int:
     return sum(len(engine.model.tokenizer.encode_text(text)) for text in texts)
 
 
-async def stream(exchange: Exchange, events: bool, ping_seconds: float | None) -> AsyncIterator[bytes]:
+def stream(exchange: Exchange, events: bool, ping_seconds: float | None) -> AsyncIterator[bytes]:
     """The answer as server-sent events: the role at once, a frame per piece, the finish, and so for every choice; then
-    what was asked for, then `[DONE]`. A failure is told in a frame, because the status has been sent. `events` adds the
-    original's frames whatever the request says; `ping_seconds` of silence bring a comment."""
-    yield sse.event(exchange.role_chunk(exchange.choices[0]))
-    try:
-        async for frame in _frames(exchange, ping_seconds):
-            yield frame
-        for frame in _closing_frames(exchange, events):
-            yield sse.event(frame)
-    except ApiError as error:
-        yield sse.event(error.body)
-    except Exception:
-        log.exception("the stream of request %s failed", exchange.job.id)
-        yield sse.event(ApiError(500, "the server failed on this request", code="internal_error").body)
-    yield sse.DONE
-
-
-async def _frames(exchange: Exchange, ping_seconds: float | None) -> AsyncIterator[bytes]:
-    """The frames that tokens bring, and comments where they bring none for long: a call is told when it is complete."""
-    sent = time.monotonic()
-    async for choice, step in _steps(exchange, ping_seconds):
-        frames = [] if step is None else _step_frames(exchange, choice, step)
-        for frame in frames:
-            yield sse.event(frame)
-        now = time.monotonic()
-        if step is None or (not frames and ping_seconds and now - sent >= ping_seconds):
-            yield sse.PING
-            sent = now
-        elif frames:
-            sent = now
-        # A queue that is never empty would never let the event loop see that the client has left.
-        await asyncio.sleep(0)
-
-
-async def _steps(exchange: Exchange, silence: float | None = None) -> AsyncIterator[tuple[Choice, Step | None]]:
-    """The steps with the choice that they belong to: the choices come one after the other."""
-    choices = iter(exchange.choices)
-    choice = next(choices)
-    async for step in exchange.job.events(silence):
-        yield choice, step
-        if step is not None and step.finish_reason is not None:
-            choice = next(choices, choice)
+    what was asked for. `events` adds the original's frames whatever the request says; `ping_seconds` of silence bring a
+    comment."""
+    return event_stream(
+        exchange.job,
+        exchange.choices,
+        [exchange.role_chunk(exchange.choices[0])],
+        partial(_step_frames, exchange),
+        partial(_closing_frames, exchange, events),
+        ping_seconds,
+    )
 
 
 def _step_frames(exchange: Exchange, choice: Choice, step: Step) -> list[dict[str, Any]]:
@@ -251,7 +215,7 @@ def _closing_frames(exchange: Exchange, events: bool) -> list[dict[str, Any]]:
         frames.append(replies.metrics_frame(extras["metrics"]))
     if "history_tokens" in extras:
         frames.append(replies.tokens_frame(extras["history_tokens"]))
-    if exchange.asks("include_usage"):
+    if exchange.request.asks("include_usage"):
         usage = replies.usage(exchange.prompt, exchange.steps)
         frames.append(replies.usage_chunk(exchange.job, exchange.model_id, usage))
     return frames
@@ -263,7 +227,7 @@ async def whole(exchange: Exchange, events: bool) -> dict[str, Any]:
     Raises:
         ApiError: the request failed.
     """
-    async for choice, step in _steps(exchange):
+    async for choice, step in choice_steps(exchange.job, exchange.choices):
         choice.take(step)
     choices = [
         {

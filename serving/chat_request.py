@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from models import SamplingParams
+from models.sampling import MAX_TOP_LOGPROBS
 from serving.errors import bad_request
+from serving.generation_request import Count, GenerationRequest, StreamOptions, check_bias_names
 from serving.json_body import Strict, read_fields
 from serving.tools import MOST_TOOLS, SentCall, Tool, check_tools, opening_of
 
 TEMPLATE_NAMES = {"self", "messages", "added", "tools", "add_generation_prompt"}  # what the server itself passes
-MOST_CHOICES = 8
-SEED_STEP = 0x9E3779B97F4A7C15  # odd and far from small numbers, so that neighbouring seeds share no choices
 Role = Literal["system", "developer", "user", "assistant", "tool"]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-Count = Annotated[int, Field(ge=1)]
-Bias = Annotated[float, Field(ge=-100, le=100)]
-StopText = Annotated[str, Field(min_length=1)]
 
 
 class Message(Strict):
@@ -32,36 +26,21 @@ class Message(Strict):
     tool_call_id: str | None = None
 
 
-class StreamOptions(Strict):
-    """What a stream carries besides text."""
+class ChatStreamOptions(StreamOptions):
+    """The original's two frames besides."""
 
-    include_usage: bool | None = None
     include_metrics: bool | None = None
     include_tokens: bool | None = None
 
 
-class ChatRequest(Strict):
+class ChatRequest(GenerationRequest):
     """A valid request. None means that the client did not say."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Bias] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=4)] | None = None
-    max_tokens: Count | None = None
+    stream_options: ChatStreamOptions | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -76,9 +55,9 @@ class ChatRequest(Strict):
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+    def alternatives(self) -> int:
+        """How many of the best tokens are reported with every token."""
+        return self.top_logprobs or 0
 
     @property
     def template_settings(self) -> dict[str, Any]:
@@ -97,22 +76,6 @@ class ChatRequest(Strict):
         """The beginning of the call that the client demands; empty if it demands none."""
         return opening_of(self.tool_choice, self.tools or [])
 
-    def sampling(self, default: SamplingParams) -> SamplingParams:
-        """How to sample: what the client says, else the model's own defaults."""
-        names = ("temperature", "top_p", "top_k", "min_p", "seed")
-        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-        said = {name: getattr(self, name) for name in (*names, *penalties) if getattr(self, name) is not None}
-        bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
-        return SamplingParams(**(vars(default) | said | {"logit_bias": bias, "top_logprobs": self.top_logprobs or 0}))
-
-
-def seeded(sampling: SamplingParams, index: int) -> SamplingParams:
-    """How choice number `index` is sampled: with a seed of its own, which follows from the request's. The first has
-    the request's own."""
-    if sampling.seed is None:
-        return sampling
-    return replace(sampling, seed=(sampling.seed + index * SEED_STEP) % 2**64 if index else sampling.seed)
-
 
 def parse_chat_request(body: bytes) -> ChatRequest:
     """Reads and checks a request body.
@@ -123,6 +86,7 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     request = read_fields(ChatRequest, body)
     for index, message in enumerate(request.messages):
         check_content(message, f"messages.{index}.content")
+    check_bias_names(request)
     _check_supported(request)
     return request
 
@@ -153,8 +117,7 @@ def _check_part(part: Any, param: str) -> None:
 
 def _check_supported(request: ChatRequest) -> None:
     """Refuses what would otherwise be silently ignored."""
-    options = request.stream_options
-    if (request.n or 1) > 1 and options and (options.include_metrics or options.include_tokens):
+    if (request.n or 1) > 1 and (request.asks("include_metrics") or request.asks("include_tokens")):
         raise bad_request("'n' must be 1 with 'include_metrics' or 'include_tokens'", "n")
     if request.functions:
         raise bad_request("'functions' are not supported; 'tools' are", "functions")
@@ -167,6 +130,3 @@ def _check_supported(request: ChatRequest) -> None:
         raise bad_request("'response_format' may only be {'type': 'text'}", "response_format")
     if request.top_logprobs and not request.logprobs:
         raise bad_request("'top_logprobs' needs 'logprobs': true", "top_logprobs")
-    for token in request.logit_bias or ():
-        if not token.isascii() or not token.isdecimal():
-            raise bad_request(f"'logit_bias' should map token ids to numbers, found {token!r:.40}", "logit_bias")

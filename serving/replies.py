@@ -34,7 +34,11 @@ def _envelope(job: Job, kind: str, model: str) -> dict[str, Any]:
 
 def usage(prompt: Prompt, steps: Sequence[Step]) -> dict[str, int]:
     """Token counts; the end token counts as generated, since it took a step."""
-    prompt_tokens, completion_tokens = len(prompt.token_ids), len(steps)
+    return usage_of(len(prompt.token_ids), len(steps))
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """The same from the counts themselves."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -43,24 +47,37 @@ def usage(prompt: Prompt, steps: Sequence[Step]) -> dict[str, int]:
 
 
 def logprobs(steps: Sequence[Step], tokenizer: Tokenizer) -> dict[str, Any]:
-    """The log-probabilities of tokens; control tokens, which have no text, are left out."""
-    shown = [step for step in steps if step.token_id not in tokenizer.control_ids]
+    """The log-probabilities of tokens."""
     content = [
         _token(step.token_id, step.logprob, tokenizer)
         | {"top_logprobs": [_token(token, logprob, tokenizer) for token, logprob in step.top_logprobs]}
-        for step in shown
+        for step in shown(steps, tokenizer)
     ]
     return {"content": content, "refusal": None}
 
 
+def shown(steps: Sequence[Step], tokenizer: Tokenizer) -> list[Step]:
+    """The steps without those of control tokens, which have no text."""
+    return [step for step in steps if step.token_id not in tokenizer.control_ids]
+
+
 def _token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
     """One token may be a part of a character, so its bytes are told too."""
-    token = tokenizer.token_bytes(token_id)
     return {
-        "token": token.decode("utf-8", errors="replace"),
-        "logprob": logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB,  # also for one that is not a number
-        "bytes": list(token),
+        "token": token_text(token_id, tokenizer),
+        "logprob": finite(logprob),
+        "bytes": list(tokenizer.token_bytes(token_id)),
     }
+
+
+def token_text(token_id: int, tokenizer: Tokenizer) -> str:
+    """A token as text, with U+FFFD for a part of a character."""
+    return tokenizer.token_bytes(token_id).decode("utf-8", errors="replace")
+
+
+def finite(logprob: float) -> float:
+    """A log-probability as JSON has it, also one that is not a number."""
+    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
 
 
 def metrics(job: Job, prompt: Prompt, last_user_tokens: int, steps: Sequence[Step]) -> dict[str, Any]:

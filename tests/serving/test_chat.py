@@ -54,7 +54,8 @@ async def test_the_role_comes_before_any_work(server):
     server.model.hold_at = 1
     request = server.client.stream("POST", COMPLETIONS, json=body("abc", stream=True))
     async with asyncio.timeout(10), request as response:
-        first = await anext(response.aiter_lines())
+        lines = response.aiter_lines()  # kept, because its end would close the response
+        first = await anext(lines)
         assert '"role":"assistant"' in first
         await server.held()
         server.model.gate.set()

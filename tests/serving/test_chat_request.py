@@ -7,8 +7,9 @@ import json
 import pytest
 
 from models import SamplingParams
-from serving.chat_request import parse_chat_request, seeded
+from serving.chat_request import parse_chat_request
 from serving.errors import ApiError
+from serving.generation_request import seeded
 
 HELLO = [{"role": "user", "content": "hello"}]
 

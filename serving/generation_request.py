@@ -1,0 +1,82 @@
+"""The fields that all requests for generated text have in common."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+from pydantic import Field
+
+from models import SamplingParams
+from serving.errors import bad_request
+from serving.json_body import Strict
+
+MOST_CHOICES = 8
+SEED_STEP = 0x9E3779B97F4A7C15  # odd and far from small numbers, so that neighbouring seeds share no choices
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Count = Annotated[int, Field(ge=1)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+StopText = Annotated[str, Field(min_length=1)]
+
+
+class StreamOptions(Strict):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = None
+
+
+class GenerationRequest(Strict):
+    """What to generate, and how. None means that the client did not say."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Bias] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=4)] | None = None
+    max_tokens: Count | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def alternatives(self) -> int:
+        """How many of the best tokens are reported with every token."""
+        return 0
+
+    def asks(self, option: str) -> bool:
+        """Whether the client has set this stream option."""
+        return bool(getattr(self.stream_options, option, None))
+
+    def sampling(self, default: SamplingParams) -> SamplingParams:
+        """How to sample: what the client says, else the model's own defaults."""
+        names = ("temperature", "top_p", "top_k", "min_p", "seed")
+        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        said = {name: getattr(self, name) for name in (*names, *penalties) if getattr(self, name) is not None}
+        bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
+        return SamplingParams(**(vars(default) | said | {"logit_bias": bias, "top_logprobs": self.alternatives}))
+
+
+def check_bias_names(request: GenerationRequest) -> None:
+    """Refuses a `logit_bias` for what is no token id."""
+    for token in request.logit_bias or ():
+        if not token.isascii() or not token.isdecimal():
+            raise bad_request(f"'logit_bias' should map token ids to numbers, found {token!r:.40}", "logit_bias")
+
+
+def seeded(sampling: SamplingParams, index: int) -> SamplingParams:
+    """How choice number `index` is sampled: with a seed of its own, which follows from the request's. The first has
+    the request's own."""
+    if sampling.seed is None:
+        return sampling
+    return replace(sampling, seed=(sampling.seed + index * SEED_STEP) % 2**64 if index else sampling.seed)

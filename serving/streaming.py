@@ -1,0 +1,81 @@
+"""The steps of a request as server-sent events: frames, comments in silence, failures told in a frame, `[DONE]`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
+
+from models import Step
+from serving import sse
+from serving.errors import ApiError
+from serving.job import Job
+
+log = logging.getLogger("kestrel.streaming")
+Choice = TypeVar("Choice")
+Frames = list[dict[str, Any]]
+
+
+async def choice_steps(
+    job: Job, choices: Sequence[Choice], silence: float | None = None
+) -> AsyncIterator[tuple[Choice, Step | None]]:
+    """The steps with the choice that each belongs to: choices come one after the other. None after every `silence`
+    seconds without a step.
+
+    Raises:
+        ApiError: the request failed.
+    """
+    left = iter(choices)
+    choice = next(left)
+    async for step in job.events(silence):
+        yield choice, step
+        if step is not None and step.finish_reason is not None:
+            choice = next(left, choice)
+
+
+async def event_stream(
+    job: Job,
+    choices: Sequence[Choice],
+    opening: Frames,
+    step_frames: Callable[[Choice, Step], Frames],
+    closing: Callable[[], Frames],
+    ping_seconds: float | None,
+) -> AsyncIterator[bytes]:
+    """The frames of `opening` at once, those of every step, those of `closing`, then `[DONE]`. A failure is told in a
+    frame, because the status has been sent. `ping_seconds` of silence bring a comment."""
+    for frame in opening:
+        yield sse.event(frame)
+    try:
+        async for frame in _frames(choice_steps(job, choices, ping_seconds), step_frames, ping_seconds):
+            yield frame
+        for frame in closing():
+            yield sse.event(frame)
+    except ApiError as error:
+        yield sse.event(error.body)
+    except Exception:
+        log.exception("the stream of request %s failed", job.id)
+        yield sse.event(ApiError(500, "the server failed on this request", code="internal_error").body)
+    yield sse.DONE
+
+
+async def _frames(
+    steps: AsyncIterator[tuple[Choice, Step | None]],
+    step_frames: Callable[[Choice, Step], Frames],
+    ping_seconds: float | None,
+) -> AsyncIterator[bytes]:
+    """What steps bring, and comments where they bring nothing for long: a call, say, is told when it is complete."""
+    sent = time.monotonic()
+    async for choice, step in steps:
+        frames = [] if step is None else step_frames(choice, step)
+        for frame in frames:
+            yield sse.event(frame)
+        now = time.monotonic()
+        silent = not frames and ping_seconds and now - sent >= ping_seconds
+        if step is None or silent:
+            yield sse.PING
+        if step is None or silent or frames:
+            sent = now
+        # A queue that is never empty would never let the event loop see that the client has left.
+        await asyncio.sleep(0)
