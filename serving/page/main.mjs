@@ -42,7 +42,7 @@ function setUpComposer() {
     ask();
   });
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && !document.querySelector("dialog[open]")) stop();
+    if (event.key === "Escape" && !event.isComposing && !document.querySelector("dialog[open]")) stop();
   });
   for (const example of document.querySelectorAll("[data-example]")) {
     example.addEventListener("click", () => {
@@ -59,7 +59,7 @@ function setUpClearing() {
   byId("confirm-clear").addEventListener("click", () => {
     dialog.close();
     stop();
-    running = null;
+    setRunning(null);
     setMessages([]);
     showTimeline(null);
     announce("The conversation is deleted.");

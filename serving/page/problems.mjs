@@ -52,7 +52,7 @@ const WORDS_BY_STATUS = {
 
 /** What the server itself said, where that tells more than the plain words; otherwise an empty text. */
 export function serverDetail({ code, message }) {
-  return ["loading", "draining", "engine_error"].includes(code) ? "" : message;
+  return ["loading", "draining", "engine_error", "invalid_api_key"].includes(code) ? "" : message;
 }
 
 /** A sentence or two about a problem's facts. */

@@ -21,7 +21,7 @@ export function setUpSettings() {
     field.value = settings[name] ?? "";
     field.addEventListener("input", () => take(name, field));
   }
-  byId("setting-key").addEventListener("input", (event) => (key = event.target.value.trim()));
+  byId("setting-key").addEventListener("input", (event) => takeKey(event.target));
   byId("open-settings").addEventListener("click", () => dialog.showModal());
   byId("close-settings").addEventListener("click", () => dialog.close());
   byId("reset-settings").addEventListener("click", reset);
@@ -52,6 +52,14 @@ function take(name, field) {
   if (empty || wrong) delete settings[name];
   else settings[name] = value;
   saveSettings(settings);
+}
+
+/** Takes a key that a header can carry. */
+function takeKey(field) {
+  const wrong = !/^[\x21-\x7e]*$/.test(field.value.trim());
+  key = wrong ? "" : field.value.trim();
+  field.setAttribute("aria-invalid", String(wrong));
+  byId("remark-key").textContent = wrong ? "Not used: a key has only letters, digits and signs of ASCII." : "";
 }
 
 function reset() {

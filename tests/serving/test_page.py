@@ -210,6 +210,22 @@ async def test_a_full_waiting_room(tab):
             await expect(page.locator(".answer:not(.arriving) .text")).to_have_text("wait")
 
 
+async def test_a_key_is_asked_for_and_not_kept(tab):
+    async with serving(api_key="open-sesame") as server:
+        page = await tab(server)
+        await send(page, "hello")
+        await expect(page.get_by_role("alert")).to_contain_text("The server wants an API key.")
+        await page.get_by_role("button", name="Settings").click()
+        await page.get_by_label("API key").fill("ключ")
+        await expect(page.get_by_text("Not used: a key has only")).to_be_visible()
+        await page.get_by_label("API key").fill("open-sesame")
+        await page.keyboard.press("Escape")
+        await page.get_by_role("button", name="Try again").click()
+        await expect(page.locator(".answer:not(.arriving) .text")).to_have_text("hello")
+        kept = "JSON.stringify(localStorage) + JSON.stringify(sessionStorage) + document.cookie"
+        assert "open-sesame" not in await page.evaluate(kept)
+
+
 async def test_a_message_that_cannot_be_served_can_be_edited(tab):
     async with serving(sizes) as server:
         page = await tab(server)
@@ -404,6 +420,7 @@ async def test_a_conversation_can_be_deleted_while_an_answer_arrives(tab):
         await page.get_by_role("button", name="New conversation").click()
         await page.get_by_role("button", name="Delete it").click()
         await expect(page.locator("#messages > li")).to_have_count(0)
+        await expect(page.get_by_role("button", name="Send")).to_be_visible()
         model.gate.set()
         await server.idle()
         assert await ask(page, "second") == "second"
