@@ -12,17 +12,16 @@ from typing import Any
 from quart import Quart, Response, jsonify, request
 from werkzeug.exceptions import HTTPException
 
-from serving import chat, demo_page, request_log, sse
+from serving import demo_page, request_log
 from serving.access import Access
 from serving.admin import admin_routes
-from serving.chat_request import parse_chat_request
 from serving.engine import Engine
 from serving.errors import ApiError
 from serving.metrics import CONTENT_TYPE
+from serving.model_routes import model_routes
 from serving.settings import Settings
 
 log = logging.getLogger("kestrel.http")
-BODY_SECONDS = 60
 PREPARING_THREADS = 2  # template, tokenizer and picture decoding; more would only take cores from the engine
 
 
@@ -30,7 +29,7 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
     """The application around an engine."""
     app = Quart("serving", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
-    app.config["BODY_TIMEOUT"] = None  # see `read_body`
+    app.config["BODY_TIMEOUT"] = None  # see `json_body.read_body`
     app.json.sort_keys = False
     app.url_map.merge_slashes = False  # a redirect would be the only answer that is not JSON
     app.register_blueprint(demo_page.blueprint)
@@ -94,24 +93,7 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
         entry = {"id": settings.model_id, "object": "model", "created": started, "owned_by": "kestrel-jax"}
         return jsonify({"object": "list", "data": [entry]})
 
-    @app.post("/v1/chat/completions")
-    async def chat_completions() -> Response:
-        """A chat completion, streamed or whole."""
-        asked = parse_chat_request(await read_body())
-        if asked.model not in (None, settings.model_id):
-            message = f"the model '{asked.model:.80}' is not served here; '{settings.model_id}' is"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        job = engine.admit()
-        # However this request's task ends, even before its stream has begun, its place is given back.
-        asyncio.current_task().add_done_callback(lambda _: engine.release(job))
-        exchange = await chat.begin(engine, asked, settings.model_id, job, workers)
-        if not asked.stream:
-            return jsonify(await chat.whole(exchange, settings.kestrel_events))
-        frames = chat.stream(exchange, settings.kestrel_events, settings.ping_seconds or None)
-        response = Response(frames, headers=sse.HEADERS)
-        response.timeout = None  # Quart would cut a stream off after a minute
-        return response
-
+    app.register_blueprint(model_routes(engine, settings, workers))
     app.register_blueprint(admin_routes(engine, settings, access))
 
     @app.errorhandler(ApiError)
@@ -130,25 +112,6 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
         return _error_response(ApiError(500, "the server failed on this request", code="internal_error"))
 
     return app
-
-
-async def read_body() -> bytes:
-    """The request's body. Quart's own time limit uses `asyncio.wait_for`, which up to Python 3.11 loses a cancellation
-    that arrives together with the body: the request of a client that hangs up at once would run to its end.
-
-    Only what says that it is JSON is taken: browsers send other types across origins without asking, which would let
-    any web page use a server on its reader's own machine.
-
-    Raises:
-        ApiError: 415 for another type of content; 408 if the body takes longer than a minute.
-    """
-    if not request.is_json or request.headers.get("Content-Encoding", "identity") != "identity":
-        raise ApiError(415, "the body should be JSON, sent as 'Content-Type: application/json' and not compressed")
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            return await request.get_data()
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS} seconds") from None
 
 
 def _plain(error: HTTPException, settings: Settings) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from models import ContextLengthError, KestrelError, Prompt, Step
+from models import ContextLengthError, KestrelError, LoadedModel, Prompt, Step
 from models.generation import check_room
 from models.tokenizer import Tokenizer
 from serving import reasoning, replies, tool_calls
@@ -112,7 +112,7 @@ async def begin(engine: Engine, request: ChatRequest, model_id: str, job: Job, w
     Raises:
         ApiError: 400 for a conversation or picture that cannot be used, or a prompt longer than the context.
     """
-    prepared = await asyncio.get_running_loop().run_in_executor(workers, _prepare, engine, request)
+    prepared = await asyncio.get_running_loop().run_in_executor(workers, prepare, engine.model, request)
     engine.submit(job, prepared.work)
     choices = [Choice(index, _answer(request, prepared)) for index in range(len(prepared.work))]
     return Exchange(engine, job, request, prepared, model_id, choices)
@@ -126,8 +126,12 @@ def _answer(request: ChatRequest, prepared: Prepared) -> Answer:
     return Answer(in_reasoning=prepared.in_reasoning, calls=calls)
 
 
-def _prepare(engine: Engine, request: ChatRequest) -> Prepared:
-    model = engine.model
+def prepare(model: LoadedModel, request: ChatRequest) -> Prepared:
+    """What to run for a request. Takes time: pictures are decoded.
+
+    Raises:
+        ApiError: 400 for a conversation or picture that cannot be used, or a prompt longer than the context.
+    """
     sampling = request.sampling(model.default_sampling)
     try:
         model.check_sampling(sampling)
@@ -147,7 +151,7 @@ def _prepare(engine: Engine, request: ChatRequest) -> Prepared:
     room = model.max_context - len(prompt.token_ids)
     limit = min(request.limit or room, room)
     work = [Work(prompt, limit, request.stops, seeded(sampling, index)) for index in range(request.n or 1)]
-    return Prepared(work, in_reasoning, _last_user_tokens(engine, messages))
+    return Prepared(work, in_reasoning, _last_user_tokens(model.tokenizer, messages))
 
 
 def _turn_opened(prompt: Prompt, tokenizer: Tokenizer) -> str:
@@ -177,11 +181,11 @@ def _opened(prompt: Prompt, opening: str, tokenizer: Tokenizer) -> Prompt:
     return Prompt(np.concatenate([prompt.token_ids, np.array(ids, np.int32)]), prompt.visuals)
 
 
-def _last_user_tokens(engine: Engine, messages: list[dict[str, Any]]) -> int:
+def _last_user_tokens(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> int:
     """Text tokens of the last user turn."""
     content = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
     texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
-    return sum(len(engine.model.tokenizer.encode_text(text)) for text in texts)
+    return sum(len(tokenizer.encode_text(text)) for text in texts)
 
 
 def stream(exchange: Exchange, events: bool, ping_seconds: float | None) -> AsyncIterator[bytes]:

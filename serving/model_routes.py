@@ -1,0 +1,72 @@
+"""The routes that need the model: chat, completions, tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+from quart import Blueprint, Response, jsonify
+
+from serving import chat, completions, sse, tokens
+from serving.chat_request import parse_chat_request
+from serving.completions import parse_completion_request
+from serving.engine import Engine
+from serving.errors import ApiError
+from serving.job import Job
+from serving.json_body import read_body
+from serving.settings import Settings
+from serving.tokens import parse_tokenize_request
+
+
+def model_routes(engine: Engine, settings: Settings, workers: ThreadPoolExecutor) -> Blueprint:
+    """The routes around an engine; `workers` build prompts."""
+    blueprint = Blueprint("model", __name__)
+    counter = tokens.TokenCounter(engine, workers)
+    ping_seconds = settings.ping_seconds or None
+
+    def admit(model: str | None) -> Job:
+        """A place for this request, given back however its task ends, even before its stream has begun."""
+        _check_model(model, settings)
+        job = engine.admit()
+        asyncio.current_task().add_done_callback(lambda _: engine.release(job))
+        return job
+
+    @blueprint.post("/v1/chat/completions")
+    async def chat_completions() -> Response:
+        """A chat completion, streamed or whole."""
+        asked = parse_chat_request(await read_body())
+        exchange = await chat.begin(engine, asked, settings.model_id, admit(asked.model), workers)
+        if asked.stream:
+            return _streamed(chat.stream(exchange, settings.kestrel_events, ping_seconds))
+        return jsonify(await chat.whole(exchange, settings.kestrel_events))
+
+    @blueprint.post("/v1/completions")
+    async def text_completions() -> Response:
+        """What follows on prompts that are taken as they are."""
+        asked = parse_completion_request(await read_body())
+        completion = await completions.begin(engine, asked, settings.model_id, admit(asked.model), workers)
+        if asked.stream:
+            return _streamed(completions.stream(completion, ping_seconds))
+        return jsonify(await completions.whole(completion))
+
+    @blueprint.post("/tokenize")
+    async def tokenize() -> Response:
+        """The token ids of a text or a conversation."""
+        asked = parse_tokenize_request(await read_body())
+        _check_model(asked.model, settings)
+        return jsonify(await counter.answer(asked))
+
+    return blueprint
+
+
+def _check_model(model: str | None, settings: Settings) -> None:
+    if model not in (None, settings.model_id):
+        message = f"the model '{model:.80}' is not served here; '{settings.model_id}' is"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def _streamed(frames: AsyncIterator[bytes]) -> Response:
+    response = Response(frames, headers=sse.HEADERS)
+    response.timeout = None  # Quart would cut a stream off after a minute
+    return response
