@@ -12,7 +12,9 @@ import asyncio
 import contextlib
 import json
 import socket
+from typing import Any
 
+import h11
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
@@ -26,7 +28,7 @@ from serving.settings import Settings
 
 PARSING_SECONDS = 0.05  # ample for the bytes that came before the end; longer means that hypercorn has put them off
 ABORTING_SECONDS = 1.0
-TELLING_SECONDS = 1.0  # for a client beyond the limit to take its answer
+DISCARDING_SECONDS = 2.0  # for what a client still sends when its answer is already there
 TOLD_AT_ONCE = 32  # such clients; more are cut off without one, since they cost open files too
 
 
@@ -73,12 +75,10 @@ class Listener:
         self._turned_away += 1
         try:
             if self._turned_away <= TOLD_AT_ONCE:
-                async with asyncio.timeout(TELLING_SECONDS):
-                    writer.write(_too_many(len(self._connections)))
-                    writer.write_eof()
-                    while await reader.read(2**16):  # to close on unread bytes would take the answer back
-                        pass
-        except (OSError, TimeoutError):
+                writer.write(_too_many(len(self._connections)))
+                writer.write_eof()
+                await _discard(reader)
+        except OSError:
             pass
         finally:
             self._turned_away -= 1
@@ -105,6 +105,15 @@ class Listener:
     async def _wait(self, seconds: float) -> None:
         if self._connections:
             await asyncio.wait(self._connections, timeout=seconds)
+
+
+async def _discard(reader: asyncio.StreamReader) -> None:
+    """Takes what a client still sends after its answer. To close on unread bytes would reset the connection, and many
+    a client would lose the answer with it."""
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(DISCARDING_SECONDS):
+            while await reader.read(2**16):
+                pass
 
 
 def _too_many(count: int) -> bytes:
@@ -142,16 +151,42 @@ class _Reader(asyncio.StreamReader):
 class _Connection(TCPServer):
     """One connection. A client that has ended its side counts as gone, even if it could still read."""
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._refused = asyncio.Event()
+        self._read = False
+
     async def _read_data(self) -> None:
         reading = asyncio.create_task(super()._read_data())
         leaving = asyncio.create_task(self.reader.left.wait())
+        refusing = asyncio.create_task(self._refused.wait())
         try:
-            await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({reading}, timeout=PARSING_SECONDS)
-            if not reading.done():
-                await self.protocol.handle(Closed())
+            await asyncio.wait({reading, leaving, refusing}, return_when=asyncio.FIRST_COMPLETED)
+            if leaving.done():
+                await asyncio.wait({reading}, timeout=PARSING_SECONDS)
+                if not reading.done():
+                    await self.protocol.handle(Closed())
         finally:
             leaving.cancel()
+            refusing.cancel()
             reading.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await reading
+            self._read = True
+        if self._refused.is_set():
+            await _discard(self.reader)
+
+    async def _close(self) -> None:
+        """Leaves the closing to `_read_data` where a request was answered before all of it had come."""
+        if self._read or not self._awaits_body():
+            await super()._close()
+            return
+        self._refused.set()
+        with contextlib.suppress(OSError, RuntimeError):
+            self.writer.write_eof()
+
+    def _awaits_body(self) -> bool:
+        if not hasattr(self, "protocol"):  # hypercorn has not come so far
+            return False
+        connection = getattr(self.protocol.protocol, "connection", None)
+        return getattr(connection, "their_state", None) is h11.SEND_BODY  # HTTP/2 has none

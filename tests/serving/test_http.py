@@ -9,6 +9,7 @@ import random
 import httpx
 import pytest
 
+from serving import listener
 from serving.chat_request import ChatRequest
 
 from .conftest import Server, scripted_server
@@ -54,7 +55,6 @@ async def raw(server: Server, data: bytes) -> bytes:
         ("GET", "/nowhere", 404),
         ("POST", "/v1/nowhere", 404),
         ("GET", "/health/", 404),
-        ("GET", "//health", 404),
         ("GET", "/v1//models", 404),
         ("GET", "/v1/models/%2e%2e/%00", 404),
         ("GET", COMPLETIONS, 405),
@@ -131,6 +131,29 @@ async def test_a_body_that_is_too_large_is_refused(server):
         assert str(2**20) in error["message"]
 
 
+async def test_a_refusal_reaches_a_client_that_is_still_sending():
+    """Far more than the sockets hold; what is sent after the refusal is thrown away, and the next request is served."""
+    async with scripted_server(api_key="key") as server:
+        for _ in range(3):
+            response = await server.client.post(COMPLETIONS, content=b" " * 20_000_000, headers=JSON)
+            assert_refused(response, 401)
+        server.client.headers["X-Api-Key"] = "key"
+        assert_refused(await server.client.post(COMPLETIONS, content=b" " * 40_000_000, headers=JSON), 413)
+        assert (await server.client.post(COMPLETIONS, json=HELLO)).status_code == 200
+
+
+async def test_a_client_that_never_finishes_a_refused_body_is_cut_off(monkeypatch):
+    """Its connection is the only one that there may be."""
+    monkeypatch.setattr(listener, "DISCARDING_SECONDS", 0.1)
+    async with scripted_server(max_connections=1) as server, asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"POST /v1/nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nsome")
+        assert (await reader.read()).startswith(b"HTTP/1.1 404")
+        while (await server.client.get("/health")).status_code == 503:
+            await asyncio.sleep(0.01)
+        writer.close()
+
+
 async def _pieces(piece: bytes, count: int):
     for _ in range(count):
         yield piece
@@ -198,6 +221,7 @@ async def test_a_prompt_longer_than_the_context():
     ("request_bytes", "status"),
     [
         (b"GET ?query HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"200"),
+        (b"GET //health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"200"),
         (b"GET * HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"404"),
         (b"GET http://elsewhere/health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"200"),
         (b"GET /health HTTP/1.0\r\n\r\n", b"200"),
