@@ -546,7 +546,7 @@ async def test_thinking_is_shown_apart(tab):
 
 async def test_frames_split_anywhere_are_read_alike(tab):
     stream = (
-        "\ufeff: a comment\n\ndata: {\"a\": \"é😀\"}\r\n\r\ndata:two\rdata: lines\r\revent: x\nid: 3\n\n"
+        "\ufeff: a comment\n\ndata: {\"a\": \"é😀\"}\r\n\r\ndata:two\r\ndata: lines\r\revent: x\nid: 3\n\n"
         "retry: 5\ndata\n\ndata:  spaced\n\ndatabase: no\n\ndata: [DONE]\n\ndata: unfinished\n"
     ).encode()  # fmt: skip
     events = [
