@@ -20,6 +20,7 @@ from playwright.async_api import Page, expect
 
 from .browser import EXECUTABLE, WHY_NOT, launched
 from .conftest import scripted_server
+from .make_page_picture import parsed, take
 from .scripted_model import ScriptedModel, say_what_the_user_said
 
 if EXECUTABLE is None:
@@ -628,3 +629,15 @@ async def test_text_stands_out_from_its_ground_as_wcag_aa_wants(tab, scheme):
         ratios = first + await page.evaluate(CONTRASTS)
         assert len(ratios) > 50
         assert not [(text, ratio) for text, ratio in ratios if ratio < 4.5]
+
+
+async def test_the_page_can_be_photographed(tmp_path):
+    files = [tmp_path / "shown.png", tmp_path / "page.png"]
+    files[0].write_bytes(png(40, 30)["buffer"])
+    async with serving(sizes) as server:
+        questions = ["--question", "one", "--question", "two", "--picture", str(files[0])]
+        await take(parsed([str(files[1]), "--url", server.url, "--width", "900", "--height", "600", *questions]))
+        assert server.engine.total_requests == 2
+    with Image.open(files[1]) as picture:
+        assert (picture.format, picture.size) == ("PNG", (900, 600))
+        assert len(picture.getcolors()) > 20
