@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 from models.sampling import MAX_TOP_LOGPROBS
 from serving.errors import bad_request
 from serving.generation_request import Count, GenerationRequest, StreamOptions, check_bias_names
-from serving.json_body import Strict, read_fields
+from serving.json_body import Strict, checked_fields, parse_json
 from serving.tools import MOST_TOOLS, SentCall, Tool, check_tools, opening_of
 
 TEMPLATE_NAMES = {"self", "messages", "added", "tools", "add_generation_prompt"}  # what the server itself passes
@@ -83,7 +83,12 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     Raises:
         ApiError: 400, with `param` naming the field.
     """
-    request = read_fields(ChatRequest, body)
+    return checked_chat_request(parse_json(body))
+
+
+def checked_chat_request(values: dict[str, Any]) -> ChatRequest:
+    """The same for what has been read."""
+    request = checked_fields(ChatRequest, values)
     for index, message in enumerate(request.messages):
         check_content(message, f"messages.{index}.content")
     check_bias_names(request)

@@ -52,7 +52,11 @@ def read_fields(kind: type[Fields], body: bytes) -> Fields:
     Raises:
         ApiError: 400, with `param` naming the field.
     """
-    values = parse_json(body)
+    return checked_fields(kind, parse_json(body))
+
+
+def checked_fields(kind: type[Fields], values: dict[str, Any]) -> Fields:
+    """The same for what has been read."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:

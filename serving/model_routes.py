@@ -8,13 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 from quart import Blueprint, Response, jsonify
 
-from serving import chat, completions, sse, tokens
+from serving import chat, completions, messages, sse, tokens
 from serving.chat_request import parse_chat_request
 from serving.completions import parse_completion_request
 from serving.engine import Engine
 from serving.errors import ApiError
 from serving.job import Job
 from serving.json_body import read_body
+from serving.messages_request import parse_messages_request
 from serving.settings import Settings
 from serving.tokens import parse_tokenize_request
 
@@ -49,6 +50,17 @@ def model_routes(engine: Engine, settings: Settings, workers: ThreadPoolExecutor
         if asked.stream:
             return _streamed(completions.stream(completion, ping_seconds))
         return jsonify(await completions.whole(completion))
+
+    @blueprint.post("/v1/messages")
+    async def anthropic_messages() -> Response:
+        """A chat in the form of Anthropic's API."""
+        asked = parse_messages_request(await read_body())
+        exchange = await chat.begin(engine, asked, settings.model_id, admit(asked.model), workers)
+        return (
+            _streamed(messages.stream(exchange, ping_seconds))
+            if asked.stream
+            else jsonify(await messages.whole(exchange))
+        )
 
     @blueprint.post("/tokenize")
     async def tokenize() -> Response:
