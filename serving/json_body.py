@@ -80,7 +80,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise bad_request(f"the body is not valid JSON in UTF-8: {error}") from None
     if not isinstance(values, dict):
         raise bad_request(f"the body should be a JSON object, found {type(values).__name__}")
-    if _deeper_than(values, DEEPEST_NESTING):
+    if deeper_than(values, DEEPEST_NESTING):
         raise bad_request(f"the body is nested deeper than {DEEPEST_NESTING} levels")
     return values
 
@@ -98,12 +98,13 @@ def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _deeper_than(value: Any, levels: int) -> bool:
+def deeper_than(value: Any, levels: int) -> bool:
+    """Whether lists and objects are nested in each other more than `levels` times."""
     if not isinstance(value, dict | list):
         return False
     if levels == 0:
         return True
-    return any(_deeper_than(entry, levels - 1) for entry in (value.values() if isinstance(value, dict) else value))
+    return any(deeper_than(entry, levels - 1) for entry in (value.values() if isinstance(value, dict) else value))
 
 
 def _explained(error: ValidationError) -> ApiError:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from serving.errors import bad_request
-from serving.json_body import Strict
+from serving.json_body import DEEPEST_NESTING, Strict, deeper_than
 from serving.tool_calls import OPEN
 
 MOST_TOOLS = 128
@@ -36,9 +36,12 @@ def _object_of(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return json.loads(arguments or "{}")
+        value = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
         raise ValueError("should be the JSON text of an object") from None
+    if deeper_than(value, DEEPEST_NESTING):
+        raise ValueError(f"is nested deeper than {DEEPEST_NESTING} levels")
+    return value
 
 
 class CalledFunction(Strict):
