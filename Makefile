@@ -6,7 +6,7 @@ READY := $(VENV)/ready
 MODEL ?= tiny-vl
 ARGS ?=
 
-.PHONY: setup serve test lint
+.PHONY: setup serve test test-aarch64 lint
 
 setup: $(READY)
 
@@ -25,6 +25,10 @@ serve: $(READY)
 
 test: $(READY)
 	$(RUN) -m pytest $(ARGS)
+
+# For correctness on the other architecture, in emulation where this machine is not one; takes an hour.
+test-aarch64: $(READY)
+	tests/aarch64 $(if $(ARGS),-- $(ARGS))
 
 lint: $(READY)
 	$(RUN) -m ruff check .

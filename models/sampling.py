@@ -56,6 +56,12 @@ class SamplingParams:
         _check("frequency_penalty", self.frequency_penalty, True, "finite")
         _check("top_logprobs", self.top_logprobs, 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS, "in [0, 20]")
 
+    @property
+    def adjusts(self) -> bool:
+        """Whether anything changes the model's logits before the choice."""
+        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
+        return any(penalties) or bool(self.logit_bias)
+
 
 def _check(name: str, value: float | int, in_range: bool, wanted: str) -> None:
     if not in_range or not math.isfinite(value):
@@ -66,7 +72,8 @@ def _check(name: str, value: float | int, in_range: bool, wanted: str) -> None:
 @dataclass(frozen=True)
 class SamplingState:
     """The parameters of every row and what it has seen. `key` is the seed as a raw threefry key `[batch, 2]`, `step`
-    counts the row's draws, `counts` the tokens of its answer, `in_prompt` marks those of its prompt."""
+    counts the row's draws, `counts` the tokens of its answer, `in_prompt` marks those of its prompt; `adjusted` tells
+    whether penalties or a bias change its logits at all."""
 
     temperature: Float[Array, " batch"]
     top_p: Float[Array, " batch"]
@@ -76,6 +83,7 @@ class SamplingState:
     presence_penalty: Float[Array, " batch"]
     frequency_penalty: Float[Array, " batch"]
     top_logprobs: Int[Array, " batch"]
+    adjusted: Bool[Array, " batch"]
     bias: Float[Array, "batch vocab"]
     in_prompt: Bool[Array, "batch vocab"]
     counts: Int[Array, "batch vocab"]
@@ -111,6 +119,7 @@ def start_sampling(rows: Sequence[tuple[SamplingParams, np.ndarray]], vocab: int
         **{name: column(name, np.float32) for name in floats},
         top_k=column("top_k", np.int32),
         top_logprobs=column("top_logprobs", np.int32),
+        adjusted=np.array([params.adjusts for params, _ in rows]),
         bias=np.stack([_dense_bias(params.logit_bias, vocab) for params, _ in rows]),
         in_prompt=np.stack([np.bincount(prompt, minlength=vocab) > 0 for _, prompt in rows]),
         counts=np.zeros((len(rows), vocab), np.int32),
@@ -140,17 +149,20 @@ def _raw_key(seed: int | None) -> np.ndarray:
 
 def sample(logits: Float[Array, "batch vocab"], state: SamplingState) -> tuple[Sampled, SamplingState]:
     """Chooses the next token of every row and counts it."""
-    adjusted = _penalise(logits, state)
-    greedy = _first_largest(adjusted)
-    drawing = state.temperature > 0
-    token = jax.lax.cond(
-        jnp.any(drawing),
-        lambda: jnp.where(drawing, _draw(adjusted, state), greedy),
-        lambda: greedy,
-    )
+    first = _first_largest(logits)
+    usual = (state.temperature == 0) & ~state.adjusted
+    token = jax.lax.cond(jnp.all(usual), lambda: first, lambda: _choose(logits, state))
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
     counted = replace(state, counts=state.counts.at[rows, token].add(1), step=state.step + 1)
-    return _describe(logits, token, state.top_logprobs), counted
+    return _describe(logits, first, token, state.top_logprobs), counted
+
+
+def _choose(logits: Float[Array, "batch vocab"], state: SamplingState) -> Int[Array, " batch"]:
+    """The next token of every row, after penalties and bias."""
+    adjusted = _penalise(logits, state)
+    drawing = state.temperature > 0
+    greedy = _first_largest(adjusted)
+    return jax.lax.cond(jnp.any(drawing), lambda: jnp.where(drawing, _draw(adjusted, state), greedy), lambda: greedy)
 
 
 def _penalise(logits: Float[Array, "batch vocab"], state: SamplingState) -> Float[Array, "batch vocab"]:
@@ -229,10 +241,13 @@ def _places(values: Float[Array, "batch vocab"]) -> Int[Array, "batch vocab"]:
 
 
 def _describe(
-    logits: Float[Array, "batch vocab"], token: Int[Array, " batch"], wanted: Int[Array, " batch"]
+    logits: Float[Array, "batch vocab"],
+    first: Int[Array, " batch"],
+    token: Int[Array, " batch"],
+    wanted: Int[Array, " batch"],
 ) -> Sampled:
-    first = _first_largest(logits)[:, None]
-    others = jnp.where(_places(logits) == first, -jnp.inf, logits)
+    """`first` is the model's own first choice."""
+    others = jnp.where(_places(logits) == first[:, None], -jnp.inf, logits)
     normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     best = min(MAX_TOP_LOGPROBS, logits.shape[-1])
     top_logits, top_tokens = jax.lax.cond(

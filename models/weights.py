@@ -19,6 +19,7 @@ from tqdm import tqdm
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig, VisionConfig
 from models.errors import CheckpointError, ConfigError
+from models.huge_pages import HugePages, is_mapped_file
 from models.layers import StoredMatrix
 from models.moe import Experts
 from models.network import Network
@@ -88,12 +89,13 @@ def fill_network(
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
     graph, state = nnx.split(_abstract_network(config, switches, scheme))
-    filled = []
+    filled, pages = [], HugePages()
     for path, parameter in tqdm(nnx.to_flat_state(state), desc="weights", unit="tensor", delay=1, leave=False):
         abstract = parameter.get_value()
         kept = DTYPES[dtype] if abstract.ndim > 1 and abstract.dtype == jnp.float32 else abstract.dtype
         value = source(".".join(map(str, path)), jax.ShapeDtypeStruct(abstract.shape, kept))
-        value = np.ascontiguousarray(value.astype(kept, copy=False))
+        value = value.astype(kept, copy=False)
+        value = np.ascontiguousarray(value) if is_mapped_file(value) else pages.copy(value)
         filled.append((path, parameter.replace(jax.device_put(value))))
     return nnx.merge(graph, nnx.from_flat_state(filled))
 

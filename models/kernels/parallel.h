@@ -8,31 +8,50 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "xla/ffi/api/ffi.h"
 
 namespace kestrel {
 
-// Calls numbered from 0, of which every thread takes the next one.
+// Calls numbered from 0, shared out as one stretch of numbers per thread: neighbours read neighbouring memory, which goes
+// faster in long stretches. Who is done with his own takes from the others'.
 class SharedWork {
  public:
-  SharedWork(int64_t count, void (*call)(const void*, int64_t), const void* item)
-      : count_(count), call_(call), item_(item) {}
+  SharedWork(int64_t count, int64_t threads, void (*call)(const void*, int64_t), const void* item)
+      : count_(count), stretches_(threads), call_(call), item_(item) {
+    for (int64_t i = 0; i < threads; ++i) {
+      stretches_[i].next.store(count * i / threads, std::memory_order_relaxed);
+      stretches_[i].end = count * (i + 1) / threads;
+    }
+  }
 
   // Takes calls until none is left. A thread that comes after the last one was taken does not touch `item`, which may be
   // gone by then.
   void take_part() {
-    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) {
-      call_(item_, i);
-      done_.fetch_add(1, std::memory_order_release);
-    }
+    const auto threads = static_cast<int64_t>(stretches_.size());
+    const int64_t own = joined_.fetch_add(1, std::memory_order_relaxed);
+    for (int64_t other = 0; other < threads; ++other) take_stretch(stretches_[(own + other) % threads]);
   }
 
   bool all_done() const { return done_.load(std::memory_order_acquire) == count_; }
 
  private:
-  std::atomic<int64_t> next_{0}, done_{0};
+  struct alignas(64) Stretch {  // a cache line each, because every thread writes its own
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
+
+  void take_stretch(Stretch& stretch) {
+    for (int64_t i; (i = stretch.next.fetch_add(1, std::memory_order_relaxed)) < stretch.end;) {
+      call_(item_, i);
+      done_.fetch_add(1, std::memory_order_release);
+    }
+  }
+
   const int64_t count_;
+  std::vector<Stretch> stretches_;
+  std::atomic<int64_t> joined_{0}, done_{0};
   void (*const call_)(const void*, int64_t);
   const void* const item_;
 };
@@ -117,7 +136,7 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, const Item& item) {
     return;
   }
   const auto call = [](const void* item, int64_t i) { (*static_cast<const Item*>(item))(i); };
-  const auto work = std::make_shared<SharedWork>(count, +call, &item);
+  const auto work = std::make_shared<SharedWork>(count, wanted + 1, +call, &item);
   helpers().offer(pool, work, wanted);
   work->take_part();
   for (int64_t spins = 0; !work->all_done(); ++spins) spins < 2000 ? rest() : std::this_thread::yield();

@@ -1,6 +1,8 @@
 // Products of activation rows with stored weights: plain ones, the gated MLP, and mixtures of experts.
 #pragma once
 
+#include <utility>
+
 #include "arguments.h"
 
 namespace kestrel {
@@ -19,14 +21,19 @@ inline void multiply_block(const Weight& weight, int64_t matrix, int64_t block, 
   }
 }
 
-// The blocks of a weight in pieces that a thread takes at once: enough bytes for the memory's read-ahead to get going.
+// The blocks of a weight in the pieces that threads take.
 struct Pieces {
   int64_t blocks, step, count;
 
   explicit Pieces(const Weight& weight)
       : blocks(weight.blocks),
-        step(std::max<int64_t>(1, 64 * 1024 / std::max<int64_t>(1, weight.block_bytes()))),
+        step(std::max<int64_t>(1, 32 * 1024 / std::max<int64_t>(1, weight.block_bytes()))),
         count((blocks + step - 1) / step) {}
+
+  // The first of a piece's outputs, and the one behind its last.
+  std::pair<int64_t, int64_t> outputs(int64_t piece, int64_t all) const {
+    return {piece * step * kBlock, std::min(all, (piece + 1) * step * kBlock)};
+  }
 
   template <typename Visit>
   void each_block(int64_t piece, const Visit& visit) const {
@@ -131,13 +138,11 @@ inline ffi::Error gated_mlp(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::
   const std::vector<Row> own = activations.all_rows();
   const Pieces pieces(widen);
   parallel_for(pool, pieces.count, [&](int64_t piece) {
-    pieces.each_block(piece, [&](int64_t block) {
-      multiply_block(gating, 0, block, own, gates);
-      multiply_block(widen, 0, block, own, wide_rows);
-      const int64_t at = block * kBlock;
-      for (int64_t row = 0; row < rows; ++row)
-        variant().gate(gates[row] + at, wide_rows[row] + at, widen.height(block));
-    });
+    // One matrix after the other: memory is read faster in long stretches.
+    pieces.each_block(piece, [&](int64_t block) { multiply_block(gating, 0, block, own, gates); });
+    pieces.each_block(piece, [&](int64_t block) { multiply_block(widen, 0, block, own, wide_rows); });
+    const auto [start, end] = pieces.outputs(piece, intermediate);
+    for (int64_t row = 0; row < rows; ++row) variant().gate(gates[row] + start, wide_rows[row] + start, end - start);
   });
   middle.prepare_all(pool);
   const std::vector<Row> gated = middle.all_rows();

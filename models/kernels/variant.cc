@@ -537,7 +537,11 @@ template <int kQueries, typename T>
 void attend_queries(const Span& span, int64_t first) {
   const float* queries = span.queries + first * span.head_dim;
   alignas(32) float scores[kQueries][kSpan];
+  const int64_t eight_rows = kLanes * span.head_dim * (int64_t)sizeof(T);
   for (int64_t start = 0; start < span.positions; start += kLanes) {
+    // The values are on their way while keys are being compared.
+    const char* values = (const char*)span.values + start / kLanes * eight_rows;
+    for (int64_t line = 0; line < eight_rows; line += 64) __builtin_prefetch(values + line);
     Lanes found[kQueries];
     score_keys<kQueries>(queries, (const T*)span.keys, start, span.positions, span.head_dim, found);
     for (int q = 0; q < kQueries; ++q) store(scores[q] + start, found[q]);

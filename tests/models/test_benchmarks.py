@@ -1,4 +1,4 @@
-"""Times of a prompt and of a decoded token, for `pytest --benchmark-enable`; otherwise each runs once, as a test."""
+"""Times of a prompt and of a decoded token, for `pytest -n 0 --benchmark-enable`; else each runs once, as a test."""
 
 from collections.abc import Iterator
 
