@@ -40,7 +40,8 @@ class HugePages:
 
 
 def _new_region(size: int) -> np.ndarray:
-    mapped = mmap.mmap(-1, math.ceil(size / PAGE) * PAGE + PAGE)
+    # Shared memory, Python's default, would get small pages.
+    mapped = mmap.mmap(-1, math.ceil(size / PAGE) * PAGE + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them has small pages only
             mapped.madvise(mmap.MADV_HUGEPAGE)
