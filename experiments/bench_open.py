@@ -60,7 +60,7 @@ class Opening:
         cache = jax.eval_shape(lambda: inference.empty_cache(length + tokens + 1))
         weights = weight_bytes(inference)
         decoder = sum(size for path, size in weights.items() if not path.startswith("visual."))
-        known = decoder + sum(array.nbytes for array in jax.tree.leaves(cache))
+        known = decoder + sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(cache))
         return {
             "open_ms": 1e3 * (opened - start),
             "first_token_ms": 1e3 * (times[0] - opened),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -162,7 +163,7 @@ def main(arguments: Sequence[str]) -> None:
         folder = options.out / name
         if name in options.again or not (folder / "table.md").is_file():
             quick = ("--quick", "--model", "tiny-moe", "--repeats", "1") if options.quick else ()
-            run([*own_arguments, "--out", str(folder), *quick])
+            run([*own_arguments, "--out", os.path.relpath(folder), *quick])
         samples[name] = [json.loads(line) for line in (folder / "raw.jsonl").read_text().splitlines()]
     text = table(samples)
     (options.out / "table.md").write_text(text)

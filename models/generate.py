@@ -24,6 +24,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--weights", choices=["random"], help="random weights, for a preset")
     parser.add_argument("--quant", choices=sorted(SCHEMES), help="quantise the weights; without: as they are stored")
     parser.add_argument("--kv", choices=CACHE_TYPES, help="how keys and values are kept")
+    parser.add_argument("--copy-weights", action="store_true", help="copy a converted folder's weights to huge pages")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="how matrices are kept")
     parser.add_argument("--image", type=Path, action="append", default=[], metavar="FILE", help="may be repeated")
     parser.add_argument("--system", help="a system message")
@@ -90,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.model,
             quant=options.quant,
             kv=options.kv,
+            mapped=not options.copy_weights,
             dtype=options.dtype,
             weights=options.weights,
             max_context=options.max_context,

@@ -42,6 +42,7 @@ def load(
     weights: str | None = None,
     *,
     kv: CacheType | None = None,
+    mapped: bool = True,
     max_context: int | None = None,
     max_image_tokens: int = 1280,
     switches: Switches | None = None,
@@ -52,6 +53,8 @@ def load(
     `quant` is how matrices are quantised, "q4", "q4-head-q8" or "q8" (`models.quantisation`); None takes them as they
     are stored. Others are kept in `dtype`, "float32" or "bfloat16"; activations are float32. `kv` is the cache's
     type, "float32", "bfloat16" or "int8"; by default int8 with quantised weights, else float32.
+    Weights that a folder holds as they are kept are used where its file is mapped: no copy, one for all processes.
+    With `mapped=False` they are copied into memory of their own, in huge pages, which is read faster.
     `max_context` limits prompt and answer together, by default to 4096 tokens or what the model was made for;
     `max_image_tokens` limits each picture.
 
@@ -77,7 +80,7 @@ def load(
     else:
         checkpoint = Checkpoint.open(folder)
         scheme = _agreed_scheme(checkpoint, scheme)
-        network = load_network(checkpoint, config, dtype, switches, scheme)
+        network = load_network(checkpoint, config, dtype, switches, scheme, mapped=mapped)
     kv = kv or ("float32" if scheme is None else "int8")
     processor = None if config.vision is None else ImageProcessor.from_folder(folder, max_image_tokens)
     return LoadedModel(

@@ -38,12 +38,18 @@ Source = Callable[[str, jax.ShapeDtypeStruct], np.ndarray]
 
 
 def load_network(
-    checkpoint: Checkpoint, config: ModelConfig, dtype: str, switches: Switches, scheme: Scheme | None = None
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    dtype: str,
+    switches: Switches,
+    scheme: Scheme | None = None,
+    *,
+    mapped: bool = True,
 ) -> Network:
     """The network with the weights of `checkpoint`; matrices are kept in `dtype`, norms and biases in float32.
 
     With a `scheme` matrices are kept quantised. Those of a checkpoint that was converted with it are arrays over its
-    mapped file; those of any other are quantised as they are read.
+    mapped file, or copies of it (`mapped=False`); those of any other are quantised as they are read.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape than the configuration gives it, or belongs to no part.
@@ -52,7 +58,7 @@ def load_network(
     source: Source = read
     if scheme is not None and not stored_scheme(checkpoint):
         source = _QuantisingSource(read, float_parameters(config, switches), scheme)
-    network = fill_network(config, dtype, switches, source, scheme)
+    network = fill_network(config, dtype, switches, source, scheme, mapped=mapped)
     read.refuse_leftovers()
     return network
 
@@ -83,9 +89,16 @@ def random_network(
 
 
 def fill_network(
-    config: ModelConfig, dtype: str, switches: Switches, source: Source, scheme: Scheme | None = None
+    config: ModelConfig,
+    dtype: str,
+    switches: Switches,
+    source: Source,
+    scheme: Scheme | None = None,
+    *,
+    mapped: bool = True,
 ) -> Network:
-    """Builds the network parameter by parameter, so that no more than one tensor is held twice."""
+    """Builds the network parameter by parameter, so that no more than one tensor is held twice. Arrays over a mapped
+    file stay there if `mapped`; all others go to huge pages."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
     graph, state = nnx.split(_abstract_network(config, switches, scheme))
@@ -95,7 +108,7 @@ def fill_network(
         kept = DTYPES[dtype] if abstract.ndim > 1 and abstract.dtype == jnp.float32 else abstract.dtype
         value = source(".".join(map(str, path)), jax.ShapeDtypeStruct(abstract.shape, kept))
         value = value.astype(kept, copy=False)
-        value = np.ascontiguousarray(value) if is_mapped_file(value) else pages.copy(value)
+        value = np.ascontiguousarray(value) if mapped and is_mapped_file(value) else pages.copy(value)
         filled.append((path, parameter.replace(jax.device_put(value))))
     return nnx.merge(graph, nnx.from_flat_state(filled))
 

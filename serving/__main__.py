@@ -30,6 +30,7 @@ def load(settings: Settings) -> models.LoadedModel:
         settings.model,
         quant=settings.quant,
         kv=settings.kv,
+        mapped=not settings.copy_weights,
         dtype=settings.dtype,
         weights=settings.weights,
         max_context=settings.max_context,

@@ -24,6 +24,7 @@ class Settings:
     weights: str | None = None
     quant: str | None = None
     kv: str | None = None
+    copy_weights: bool = False
     dtype: str = "float32"
     model_id: str = "tiny-vl"
     host: str = "127.0.0.1"
@@ -54,6 +55,7 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
     parser.add_argument("--weights", choices=["random"], help="random weights, for a preset")
     parser.add_argument("--quant", choices=sorted(SCHEMES), help="quantise the weights; without: as they are stored")
     parser.add_argument("--kv", choices=CACHE_TYPES, help="how keys and values are kept; int8 with quantised weights")
+    parser.add_argument("--copy-weights", action="store_true", help="copy a converted folder's weights to huge pages")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=default.dtype, help="how matrices are kept")
     parser.add_argument("--model-id", help="the name that clients see; by default the model's")
     parser.add_argument("--host", default=default.host, help="the address to listen on")

@@ -1,5 +1,8 @@
 """Memory in huge pages: what is copied there stays what it was, and can become a JAX array without another copy."""
 
+import re
+from pathlib import Path
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -55,3 +58,26 @@ def test_mapped_files_are_told_from_other_memory(tmp_path):
     assert is_mapped_file(np.asarray(mapped)[3:].reshape(-1, 1))
     assert not is_mapped_file(np.array(mapped))
     assert not is_mapped_file(HugePages().copy(np.zeros(100_000)))
+
+
+SMAPS = Path("/proc/self/smaps")
+
+
+@pytest.mark.skipif(not SMAPS.is_file(), reason="the system does not tell about its mappings")
+def test_memory_is_private_and_marked_for_huge_pages():
+    copy = HugePages().copy(np.zeros(REGION, np.uint8))
+    flags = mapping_flags(copy.ctypes.data)
+    assert "hg" in flags
+    assert "sh" not in flags, "shared memory gets small pages"
+
+
+def mapping_flags(address: int) -> list[str]:
+    """The kernel's flags of the mapping that holds an address."""
+    inside = False
+    for line in SMAPS.read_text().splitlines():
+        bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if bounds:
+            inside = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("no mapping holds the address")

@@ -49,10 +49,11 @@ def test_converting_before_and_quantising_while_loading_give_the_same(converted)
     assert before._inference.cache_type == "int8"
 
 
-def test_a_converted_file_is_used_where_it_lies(converted):
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_converted_file_is_used_where_it_lies_unless_it_is_to_be_copied(converted, mapped):
     _, folder = converted
-    network = models.load(folder)._inference.network
-    mapped = [
+    network = models.load(folder, mapped=mapped)._inference.network
+    places = [
         tuple(int(end, 16) for end in line.split()[0].split("-"))
         for line in Path("/proc/self/maps").read_text().splitlines()
         if str(folder / "model.safetensors") in line
@@ -64,7 +65,7 @@ def test_a_converted_file_is_used_where_it_lies(converted):
     ]
     assert blocks
     for array in blocks:
-        assert any(begin <= array.unsafe_buffer_pointer() < end for begin, end in mapped)
+        assert any(begin <= array.unsafe_buffer_pointer() < end for begin, end in places) == mapped
 
 
 def test_another_scheme_than_the_stored_one_is_refused(converted):
