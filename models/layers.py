@@ -1,13 +1,14 @@
 """The parts every network here is built from: the linear seam, embedding, norms and the gated MLP.
 
 Parameters are named as in the published checkpoints, so that a tensor's name is its path in the network. They are
-created as zeros: networks are built abstractly (`nnx.eval_shape`) and filled by `models.weights`.
+created without values, which `models.weights` gives them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,15 @@ from models.quantisation import CODINGS, Format, stored_shapes
 DECODE_ROWS = 32
 
 
+def unfilled(shape: Sequence[int], dtype: Any = jnp.float32) -> nnx.Param:
+    """A parameter that has a shape and a dtype, but no value yet."""
+    return nnx.Param(jax.ShapeDtypeStruct(tuple(shape), dtype))
+
+
 def quantised_room(shape: Sequence[int], format: Format) -> tuple[nnx.Param, nnx.Param]:
     """Empty blocks and scales for a matrix `[outputs, inputs]`, or for stacked ones."""
     blocks, scales = stored_shapes(shape, format)
-    return nnx.Param(jnp.zeros(blocks, CODINGS[format].dtype)), nnx.Param(jnp.zeros(scales, jnp.float16))
+    return unfilled(blocks, CODINGS[format].dtype), unfilled(scales, jnp.float16)
 
 
 def stored_weight(weight: nnx.Param, scale: nnx.Param | None) -> ops.Weight:
@@ -42,7 +48,7 @@ class StoredMatrix:
     size: tuple[int, int]
 
     def _keep(self, outputs: int, inputs: int) -> None:
-        self.weight = nnx.Param(jnp.zeros((outputs, inputs)))
+        self.weight = unfilled((outputs, inputs))
         self.scale = nnx.data(None)
         self.size = (outputs, inputs)
 
@@ -82,7 +88,7 @@ class Linear(StoredMatrix, nnx.Module):
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
         self._keep(outputs, inputs)
-        self.bias = nnx.Param(jnp.zeros(outputs)) if bias else None
+        self.bias = unfilled((outputs,)) if bias else None
 
     def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
         return project(x, self)[0]
@@ -119,7 +125,7 @@ class RMSNorm(nnx.Module):
     rather than a normed input: a kernel norms what it reads anyway."""
 
     def __init__(self, size: int, eps: float) -> None:
-        self.weight = nnx.Param(jnp.zeros(size))
+        self.weight = unfilled((size,))
         self.eps = eps
 
     def parameters(self) -> ops.Norm:
@@ -134,8 +140,8 @@ class LayerNorm(nnx.Module):
     """Mean and variance norm over the last axis, with bias; the variance is taken around the mean in a second pass."""
 
     def __init__(self, size: int, eps: float) -> None:
-        self.weight = nnx.Param(jnp.zeros(size))
-        self.bias = nnx.Param(jnp.zeros(size))
+        self.weight = unfilled((size,))
+        self.bias = unfilled((size,))
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:

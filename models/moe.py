@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from models.config import MoeConfig
 from models.kernels import ops, reference
-from models.layers import DECODE_ROWS, Linear, RMSNorm, quantised_room, stored_weight
+from models.layers import DECODE_ROWS, Linear, RMSNorm, quantised_room, stored_weight, unfilled
 from models.quantisation import Format
 
 
@@ -18,8 +18,8 @@ class Experts(nnx.Module):
     `[experts, hidden, intermediate]`; quantised, their blocks and scales (`models.quantisation`)."""
 
     def __init__(self, config: MoeConfig, hidden: int) -> None:
-        self.gate_up_proj = nnx.Param(jnp.zeros((config.experts, 2 * config.intermediate, hidden)))
-        self.down_proj = nnx.Param(jnp.zeros((config.experts, hidden, config.intermediate)))
+        self.gate_up_proj = unfilled((config.experts, 2 * config.intermediate, hidden))
+        self.down_proj = unfilled((config.experts, hidden, config.intermediate))
         self.gate_up_proj_scale: nnx.Param | None = nnx.data(None)
         self.down_proj_scale: nnx.Param | None = nnx.data(None)
         self.intermediate = config.intermediate

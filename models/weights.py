@@ -101,7 +101,7 @@ def fill_network(
     file stay there if `mapped`; all others go to huge pages."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
-    graph, state = nnx.split(_abstract_network(config, switches, scheme))
+    graph, state = nnx.split(_unfilled_network(config, switches, scheme))
     filled, pages = [], HugePages()
     for path, parameter in tqdm(nnx.to_flat_state(state), desc="weights", unit="tensor", delay=1, leave=False):
         abstract = parameter.get_value()
@@ -113,24 +113,20 @@ def fill_network(
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
-def _abstract_network(config: ModelConfig, switches: Switches, scheme: Scheme | None) -> Network:
-    """The network's structure, with matrices in the formats of `scheme`."""
-
-    def build() -> Network:
-        network = Network(config, switches)
-        for path, module in nnx.iter_modules(network):
-            if scheme is not None and isinstance(module, (StoredMatrix, Experts)):
-                format = scheme.format_of(".".join(map(str, (*path, "weight"))))
-                if format is not None:
-                    module.store_as(format)
-        return network
-
-    return nnx.eval_shape(build)
+def _unfilled_network(config: ModelConfig, switches: Switches, scheme: Scheme | None) -> Network:
+    """The network without values, its matrices in the formats of `scheme`."""
+    network = Network(config, switches)
+    for path, module in nnx.iter_modules(network):
+        if scheme is not None and isinstance(module, (StoredMatrix, Experts)):
+            format = scheme.format_of(".".join(map(str, (*path, "weight"))))
+            if format is not None:
+                module.store_as(format)
+    return network
 
 
 def float_parameters(config: ModelConfig, switches: Switches) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of every parameter of the float32 network by its dotted path."""
-    state = nnx.state(_abstract_network(config, switches, None))
+    state = nnx.state(_unfilled_network(config, switches, None))
     return {".".join(map(str, path)): parameter.get_value() for path, parameter in nnx.to_flat_state(state)}
 
 

@@ -153,7 +153,7 @@ def test_into_an_empty_folder(tmp_path):
 def hollow_checkpoint(folder: Path, values: dict, dtype: np.dtype) -> Path:
     """A checkpoint of zeros with the published tensors of a configuration, which takes no room on disk."""
     config = parse_config(values)
-    state = nnx.split(nnx.eval_shape(lambda: Network(config, Switches())))[1]
+    state = nnx.split(Network(config, Switches()))[1]
     shapes: dict[str, tuple[int, ...]] = {}
     for path, parameter in nnx.to_flat_state(state):
         zeros = np.broadcast_to(np.zeros((), np.int8), parameter.get_value().shape)

@@ -23,7 +23,7 @@ from models.switches import Switches
     ],
 )
 def test_number_of_parameters(name, parameters):
-    network = nnx.eval_shape(lambda: Network(parse_config(preset(name)), Switches()))
+    network = Network(parse_config(preset(name)), Switches())
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(network))) == parameters
 
 

@@ -297,7 +297,7 @@ def test_unknown_format_and_wrong_shapes():
 
 def paths_of(values: dict) -> dict[str, tuple[int, ...]]:
     """Path -> shape of the parameters of a network."""
-    state = nnx.split(nnx.eval_shape(lambda: Network(parse_config(values), Switches())))[1]
+    state = nnx.split(Network(parse_config(values), Switches()))[1]
     return {".".join(map(str, path)): value.get_value().shape for path, value in nnx.to_flat_state(state)}
 
 
