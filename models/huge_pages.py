@@ -12,7 +12,7 @@ import numpy as np
 PAGE = 1 << 21  # bytes
 REGION = 1 << 26  # bytes taken from the system at once
 ALIGNMENT = 64  # bytes; an array that begins at a multiple becomes a JAX array without a copy
-WORTHWHILE = 1 << 14  # bytes; smaller arrays stay where they are
+WORTHWHILE = 1 << 14  # bytes; smaller arrays are copied to ordinary memory
 
 
 class HugePages:
@@ -23,9 +23,9 @@ class HugePages:
         self._used = 0
 
     def copy(self, array: np.ndarray) -> np.ndarray:
-        """The array, copied into huge pages if it is large enough to matter; contiguous either way."""
+        """A contiguous copy of the array, in huge pages if it is large enough to matter."""
         if array.nbytes < WORTHWHILE:
-            return np.ascontiguousarray(array)
+            return np.array(array, order="C")
         target = self._take(array.nbytes).view(array.dtype).reshape(array.shape)
         np.copyto(target, array)
         return target

@@ -35,9 +35,12 @@ def test_arrays_of_another_order_become_contiguous():
         np.testing.assert_array_equal(copy, array)
 
 
-def test_small_arrays_stay_where_they_are():
-    small = np.zeros(WORTHWHILE // 8 - 1)
-    assert HugePages().copy(small) is small
+def test_small_arrays_are_copied_too():
+    small = np.arange(WORTHWHILE // 8 - 1).reshape(1, -1).T
+    copy = HugePages().copy(small)
+    assert not np.shares_memory(small, copy)
+    assert copy.flags.c_contiguous
+    np.testing.assert_array_equal(copy, small)
 
 
 def test_an_array_larger_than_a_region_fits():

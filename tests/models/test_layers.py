@@ -44,6 +44,7 @@ def test_layers_on_one_input_give_what_each_gives_alone():
     layers = [Linear(64, 24), Linear(64, 8, bias=True)]
     for seed, layer in enumerate(layers):
         filled(layer, "q4", seed)
+    layers[1].bias.set_value(jnp.arange(8, dtype=jnp.float32))
     x = jnp.asarray(np.random.default_rng(2).standard_normal((3, 64), np.float32))
     for together, layer in zip(project(x, *layers), layers, strict=True):
         np.testing.assert_array_equal(together, layer(x))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from models.config import MoeConfig
+from models.layers import RMSNorm
 from models.moe import MoeBlock
 
 HIDDEN = 10
@@ -19,8 +20,16 @@ def block(*, experts: int = 6, top_k: int = 2, normalise: bool = True, seed: int
     return moe
 
 
+def unit_norm() -> RMSNorm:
+    """The norm before the block, with weights of one."""
+    norm = RMSNorm(HIDDEN, 1e-6)
+    norm.weight.set_value(jnp.ones(HIDDEN))
+    return norm
+
+
 def expected(moe: MoeBlock, x: np.ndarray) -> np.ndarray:
     """One token at a time, in float64."""
+    x = x / np.sqrt(np.mean(np.square(x, dtype=np.float64), axis=-1, keepdims=True) + 1e-6)
     gate, gate_up, down = (
         np.asarray(parameter.get_value(), np.float64)
         for parameter in (moe.gate.weight, moe.experts.gate_up_proj, moe.experts.down_proj)
@@ -42,7 +51,7 @@ def expected(moe: MoeBlock, x: np.ndarray) -> np.ndarray:
 def test_few_and_many_tokens_match_the_definition(normalise, tokens):
     moe = block(normalise=normalise)
     x = np.random.default_rng(1).standard_normal((1, tokens, HIDDEN)).astype(np.float32)
-    np.testing.assert_allclose(moe(jnp.asarray(x))[0], expected(moe, x[0]), rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(moe(jnp.asarray(x), unit_norm())[0], expected(moe, x[0]), rtol=2e-5, atol=2e-5)
 
 
 def test_ties_go_to_the_lower_expert():
@@ -64,6 +73,7 @@ def test_near_ties_and_negative_logits_are_told_apart():
 def test_the_block_has_gradients_through_router_and_experts():
     moe = block()
     x = jnp.asarray(np.random.default_rng(2).standard_normal((1, 9, HIDDEN)), jnp.float32)
-    gradient = jax.grad(lambda x: jnp.sum(jnp.square(moe(x))))(x)
+    norm = unit_norm()
+    gradient = jax.grad(lambda x: jnp.sum(jnp.square(moe(x, norm))))(x)
     assert jnp.all(jnp.isfinite(gradient))
     assert jnp.any(gradient != 0)
