@@ -1,7 +1,6 @@
 """Small networks with random weights, in the shapes that the tests share."""
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -75,15 +74,14 @@ def vl_inference(vl_config: ModelConfig) -> Inference:
 
 
 @pytest.fixture(scope="session")
-def qwen_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache folder of the tests' own, set while the vocabulary is built."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        yield folder
+def qwen_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder of the tests' own, for the vocabulary."""
+    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="session")
 def qwen(qwen_cache: Path) -> Tokenizer:
     """The real vocabulary, built from its ranks."""
-    return qwen_tokenizer()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(qwen_cache))
+        return qwen_tokenizer()
