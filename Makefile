@@ -26,7 +26,7 @@ serve: $(READY)
 test: $(READY)
 	$(RUN) -m pytest $(ARGS)
 
-# For correctness on the other architecture, in emulation where this machine is not one; takes hours.
+# For correctness on the other architecture, in emulation where this machine is not one; takes more than an hour.
 test-aarch64: $(READY)
 	tests/aarch64 $(if $(ARGS),-- $(ARGS))
 

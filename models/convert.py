@@ -28,6 +28,7 @@ from tqdm import tqdm
 from models.checkpoint import DTYPES, LENGTH_BYTES, SINGLE_FILE, Checkpoint, StoredTensor
 from models.config import ModelConfig, parse_config
 from models.errors import CheckpointError, ConfigError, KestrelError
+from models.huge_pages import ALIGNMENT
 from models.model import find_folder
 from models.quantisation import (
     CODINGS,
@@ -45,7 +46,6 @@ from models.switches import Switches
 from models.weights import CheckpointSource, expert_tensors, float_parameters, published_name
 
 CONFIG_FILE = "config.json"
-ALIGNMENT = 64  # bytes; a tensor that begins at a multiple becomes an array without a copy
 SLICE_VALUES = 1 << 22  # values that a thread holds as float32 at once: 16 MiB
 MAX_THREADS = 16  # bounds the memory of machines with many cores
 COPIED_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})
