@@ -23,7 +23,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -31,6 +30,7 @@ import models
 from experiments.bench import Results, Sample, parse, parser, spread
 from experiments.bench_steps import Memory, config_of, weight_bytes
 from experiments.turns import Subject
+from models.cache import bytes_per_token
 from models.compilation import cache_folder
 from models.convert import convert
 from models.model import find_folder
@@ -57,10 +57,10 @@ class Opening:
         stream = model.generate(prompt, max_tokens=1 + tokens, ignore_eos=True)
         times = [time.perf_counter() for _ in stream]
         inference = model._inference
-        cache = jax.eval_shape(lambda: inference.empty_cache(length + tokens + 1))
+        cache_bytes = (length + tokens) * bytes_per_token(inference.config.text, inference.cache_type)
         weights = weight_bytes(inference)
         decoder = sum(size for path, size in weights.items() if not path.startswith("visual."))
-        known = decoder + sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(cache))
+        known = decoder + cache_bytes
         return {
             "open_ms": 1e3 * (opened - start),
             "first_token_ms": 1e3 * (times[0] - opened),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from models.cache import CacheType, KVCache, LayerCache
+from models.cache import CacheType, LayerCache
 from models.compilation import enable_persistent_cache
 from models.config import ModelConfig, MoeConfig, parse_config
-from models.inference import Inference, plan_chunks
+from models.inference import Inference, Layers, plan_chunks
 from models.model import find_folder, read_config
 from models.positions import rope_positions
 from models.presets import preset
 from models.quantisation import SCHEMES
-from models.sampling import SamplingParams, SamplingState, start_sampling
+from models.sampling import SamplingParams, SamplingState
 from models.switches import Switches
 from models.weights import random_network
 
@@ -73,10 +73,9 @@ def chosen_experts(moe: MoeConfig, batch: int) -> float:
     return moe.experts * (1 - (1 - moe.top_k / moe.experts) ** batch)
 
 
-def filled_cache(inference: Inference, tokens: int, batch: int) -> KVCache:
-    """A cache of random values with room for `tokens` tokens per row."""
+def filled_cache(inference: Inference, tokens: int, batch: int) -> Layers:
+    """A cache of random values with room for `tokens` tokens in each of `batch` slots."""
     random = np.random.default_rng(tokens)
-    empty = inference.empty_cache(tokens, batch)
 
     def filled(array: Array) -> Array:
         # Every layer's array is a buffer of its own, because the steps take the cache over (donation).
@@ -88,7 +87,7 @@ def filled_cache(inference: Inference, tokens: int, batch: int) -> KVCache:
         scales = tuple(jnp.full_like(scale, 1 / 73) for scale in layer.scales)
         return LayerCache(filled(layer.keys), filled(layer.values), scales)
 
-    return replace(empty, layers=tuple(map(filled_layer, empty.layers)))
+    return tuple(map(filled_layer, inference.new_cache(batch, tokens)))
 
 
 @dataclass
@@ -113,7 +112,7 @@ class Memory:
 class Held:
     """A batch of sequences between two steps."""
 
-    cache: KVCache
+    layers: Layers
     sampling: SamplingState
 
 
@@ -124,11 +123,10 @@ class DecodeSteps:
         """`cells` are pairs of a context's length and a batch's size; a turn takes up to `steps` steps."""
         self.inference = open_inference(model, quant, kv)
         self.weights = weight_bytes(self.inference)
-        vocab = self.inference.config.text.vocab
         self.held = {
             (context, batch): Held(
                 filled_cache(self.inference, context + steps + WARM_STEPS, batch),
-                start_sampling([(SamplingParams(), np.zeros(1, np.int32))] * batch, vocab),
+                self.inference.new_sampling(batch),
             )
             for context, batch in cells
         }
@@ -138,25 +136,25 @@ class DecodeSteps:
         weights that a step reads, and the memory beyond weights and caches. A step ends when its tokens are on the
         host, as in the serving loop."""
         held = self.held[context, batch]
-        held.cache = replace(held.cache, length=jnp.full(batch, context, jnp.int32))
         memory = Memory(self._known_bytes())
         token, milliseconds = np.arange(batch, dtype=np.int32), []
-        for _ in range(WARM_STEPS + steps):
+        for tokens in range(context, context + WARM_STEPS + steps):
             start = time.perf_counter()
-            token = self.step(held, token)
+            token = self.step(held, token, tokens)
             milliseconds.append(1e3 * (time.perf_counter() - start))
         read = bytes_read(self.weights, self.inference.config, batch)
         return {"ms": milliseconds[WARM_STEPS:], "bytes_read": read} | memory.beyond()
 
-    def step(self, held: Held, token: Array | np.ndarray) -> Array:
-        """One step: takes `token` `[batch]` in, and fetches what the loop fetches of the next."""
-        delta = np.zeros(len(token), np.int32)
-        sampled, held.cache, held.sampling = self.inference.decode(held.cache, held.sampling, token, delta)
-        jax.device_get(sampled)
-        return sampled.token
+    def step(self, held: Held, token: np.ndarray, tokens: int) -> np.ndarray:
+        """One step: takes `token` `[batch]` into slots that hold `tokens` each, and fetches what the loop fetches of
+        the next."""
+        slots, filled = np.arange(len(token), dtype=np.int32), np.full(len(token), tokens, np.int32)
+        rows = np.stack([token, slots, filled, filled])
+        sampled, held.layers, held.sampling = self.inference.decode(held.layers, held.sampling, rows)
+        return jax.device_get(sampled).token
 
     def _known_bytes(self) -> int:
-        caches = [array.nbytes for held in self.held.values() for array in jax.tree.leaves(held.cache)]
+        caches = [array.nbytes for held in self.held.values() for array in jax.tree.leaves(held.layers)]
         return sum(self.weights.values()) + sum(caches)
 
 
@@ -173,12 +171,12 @@ class Prefill:
         ids = np.random.default_rng(length).integers(0, min([config.text.vocab, *placeholders]), length)
         ids = ids.astype(np.int32)
         positions, _ = rope_positions(ids, (), config, inference.switches)
-        state = start_sampling([(SamplingParams(), ids)], config.text.vocab)
+        sampling = inference.seat(inference.new_sampling(1), 0, SamplingParams(), ids)
         start = time.perf_counter()
-        cache = inference.empty_cache(length + 1)
+        layers = inference.new_cache(1, length + 1)
         for chunk in plan_chunks(length):
-            logits, cache = inference.prefill(cache, chunk, ids, positions, None)
+            logits, layers = inference.prefill(layers, 0, chunk, ids, positions, None)
             logits.block_until_ready()
-        sampled, _ = inference.sample(logits, state)
+        sampled, _ = inference.sample(logits, sampling, 0)
         jax.device_get(sampled)
         return {"ms": 1e3 * (time.perf_counter() - start)}

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import http.client
 import importlib.util
+import itertools
 import json
 import math
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -175,11 +177,12 @@ class LlamaCpp:
 
         write_model(model.config, model.quant, model.file)
         self.vocab = model.config.text.vocab
+        self._seeds = itertools.count()  # no prompt comes twice
         self.first = {context: index * batch for index, context in enumerate(contexts)}
         parameters = xllamacpp.CommonParams()
         parameters.model.path = str(model.file)
         parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = threads
-        parameters.n_parallel = max(1, len(contexts)) * batch
+        parameters.n_parallel = self.sequences = max(1, len(contexts)) * batch
         parameters.n_ctx = parameters.n_parallel * room
         parameters.kv_unified = False
         parameters.cache_type_k = parameters.cache_type_v = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{kv.upper()}")
@@ -240,6 +243,15 @@ class LlamaCpp:
                 threads.map(lambda row: self._complete(first + row, self._prompt(context, row), steps + 1), rows)
             )
         return {"ms": [timing["predicted_per_token_ms"] for timing in timings]}
+
+    def answer(self, prompt: int, tokens: int, rows: int) -> dict[str, Any]:
+        """Seconds for as many requests as there are sequences, that come at once, `rows` of them computed together."""
+        count = self.sequences
+        ids = [np.random.default_rng(next(self._seeds)).integers(0, self.vocab, prompt).tolist() for _ in range(count)]
+        start = time.perf_counter()
+        with ThreadPoolExecutor(rows) as threads:
+            list(threads.map(lambda index: self._complete(index, ids[index], tokens, cached=False), range(count)))
+        return {"seconds": time.perf_counter() - start}
 
     def prefill(self, length: int) -> dict[str, Any]:
         """Milliseconds from the prompt to the first token, llama.cpp's own figure."""

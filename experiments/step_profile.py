@@ -157,7 +157,7 @@ class ProfiledSteps(DecodeSteps):
             with jax.profiler.trace(folder, profiler_options=options):
                 traced = self.decode(context, batch, steps)["ms"]
             runs = list(read_runs(Path(folder)))
-        text = self.inference.decode_text(batch, self.held[context, batch].cache.capacity)
+        text = self.inference.decode_text(batch, self.held[context, batch].layers)
         rows = breakdown(runs, read_operations(text), fmean(traced))
         return {"plain_ms": plain, "traced_ms": traced, "rows": rows}
 

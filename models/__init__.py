@@ -6,23 +6,28 @@ for step in model.generate("Count from 1 to 5"):
     print(step.text, step.margin)
 """
 
+from models.batch import Batch, BatchLimits
 from models.errors import CheckpointError, ConfigError, ContextLengthError, KestrelError, MediaError, PromptError
-from models.generation import PrefillProgress, Step
+from models.generation import Generation, PrefillProgress, Request, Step
 from models.model import LoadedModel, load
 from models.prompt import Prompt
 from models.sampling import SamplingParams
 from models.switches import Switches
 
 __all__ = [
+    "Batch",
+    "BatchLimits",
     "CheckpointError",
     "ConfigError",
     "ContextLengthError",
+    "Generation",
     "KestrelError",
     "LoadedModel",
     "MediaError",
     "PrefillProgress",
     "Prompt",
     "PromptError",
+    "Request",
     "SamplingParams",
     "Step",
     "Switches",

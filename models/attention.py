@@ -36,7 +36,7 @@ class Attention(nnx.Module):
         if cache is None:
             return self.o_proj(reference.self_attention(q, k, v, self._norms(), rotation)), None
         layer = cache.layers[self.layer]
-        mixed, layer = ops.cached_attention(q, k, v, self._norms(), rotation, cache.length, layer)
+        mixed, layer = ops.cached_attention(q, k, v, self._norms(), rotation, cache.slots, cache.length, layer)
         return self.o_proj(mixed), cache.with_layer(self.layer, layer)
 
     def _norms(self) -> tuple[ops.Norm, ops.Norm]:

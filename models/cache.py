@@ -1,4 +1,4 @@
-"""The key/value cache: a row per sequence, filled from the left."""
+"""The key/value cache: a slot per sequence, filled from the left."""
 
 from __future__ import annotations
 
@@ -13,75 +13,83 @@ from models.config import TextConfig
 
 CacheType = Literal["float32", "bfloat16", "int8"]
 CACHE_TYPES: tuple[CacheType, ...] = ("float32", "bfloat16", "int8")
+COPIED_TOKENS = 256  # at a time, from slot to slot
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer, `[batch, kv_heads, capacity, head_dim]`, float32, bfloat16 or int8.
+    """Keys and values of one layer, `[slots, kv_heads, capacity, head_dim]`, float32, bfloat16 or int8.
 
-    int8 ones stand for `value * scale` with float32 `scales` of keys and of values, `[batch, kv_heads, capacity]`: the
+    int8 ones stand for `value * scale` with float32 `scales` of keys and of values, `[slots, kv_heads, capacity]`: the
     largest magnitude of a token's head / 127.
     """
 
-    keys: Num[Array, "batch kv_heads capacity head_dim"]
-    values: Num[Array, "batch kv_heads capacity head_dim"]
-    scales: tuple[Float[Array, "batch kv_heads capacity"], ...] = ()
+    keys: Num[Array, "slots kv_heads capacity head_dim"]
+    values: Num[Array, "slots kv_heads capacity head_dim"]
+    scales: tuple[Float[Array, "slots kv_heads capacity"], ...] = ()
 
     def store(
         self,
         keys: Float[Array, "batch kv_heads length head_dim"],
         values: Float[Array, "batch kv_heads length head_dim"],
+        slots: Int[Array, " batch"],
         start: Int[Array, " batch"],
     ) -> LayerCache:
-        """Writes new tokens from position `start` of each row on."""
+        """Writes each row's new tokens into its slot, from position `start` on; those of rows without a slot (negative)
+        nowhere."""
         if not self.scales:
-            return LayerCache(_write(self.keys, keys, start), _write(self.values, values, start))
+            return LayerCache(_write(self.keys, keys, slots, start), _write(self.values, values, slots, start))
         (keys, key_scale), (values, value_scale) = _narrowed(keys), _narrowed(values)
-        scales = (_write(self.scales[0], key_scale, start), _write(self.scales[1], value_scale, start))
-        return LayerCache(_write(self.keys, keys, start), _write(self.values, values, start), scales)
+        scales = (_write(self.scales[0], key_scale, slots, start), _write(self.scales[1], value_scale, slots, start))
+        return LayerCache(_write(self.keys, keys, slots, start), _write(self.values, values, slots, start), scales)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """The cache of every layer, and the tokens held per row, int32 `[batch]`. Layers are separate arrays because XLA on
-    CPU copies every slice of a stacked one."""
+    """The cache of every layer as a batch uses it: each row's slot, int32 `[batch]`, negative for an empty row, and the
+    tokens that the slot holds, `[batch]`. Layers are separate arrays because XLA on CPU copies every slice of a stacked
+    one."""
 
     layers: tuple[LayerCache, ...]
+    slots: Int[Array, " batch"]
     length: Int[Array, " batch"]
 
-    @property
-    def capacity(self) -> int:
-        """Tokens a row has room for."""
-        return self.layers[0].keys.shape[2]
-
     def with_layer(self, index: int, layer: LayerCache) -> KVCache:
-        """The cache with new tokens in one layer. They are not counted until `advance`."""
+        """The cache with new tokens in one layer."""
         return replace(self, layers=(*self.layers[:index], layer, *self.layers[index + 1 :]))
 
-    def advance(self, tokens: Int[Array, " batch"]) -> KVCache:
-        """Counts `tokens` more tokens per row; what layers hold behind them is overwritten by the next chunk."""
-        return replace(self, length=self.length + tokens)
+
+def layer_shapes(config: TextConfig, slots: int, capacity: int, dtype: CacheType) -> LayerCache:
+    """Shapes and dtypes of the cache of a layer, with room for `capacity` tokens in each slot."""
+    shape = (slots, config.kv_heads, capacity, config.head_dim)
+    numbers = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    scales = jax.ShapeDtypeStruct(shape[:-1], jnp.float32)
+    return LayerCache(numbers, numbers, (scales, scales) if dtype == "int8" else ())
 
 
-def empty_cache(config: TextConfig, batch: int, capacity: int, dtype: CacheType) -> KVCache:
-    """A cache of zeros with room for `capacity` tokens in each of `batch` rows."""
-    shape = (batch, config.kv_heads, capacity, config.head_dim)
-
-    # Every array is its own buffer, because the jitted steps take the cache over (donation).
-    def layer() -> LayerCache:
-        scales = (jnp.zeros(shape[:3]), jnp.zeros(shape[:3])) if dtype == "int8" else ()
-        return LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), scales)
-
-    return KVCache(tuple(layer() for _ in range(config.layers)), jnp.zeros(batch, jnp.int32))
+def bytes_per_token(config: TextConfig, dtype: CacheType) -> int:
+    """Memory that a token takes in all layers together."""
+    one = jax.tree.leaves(layer_shapes(config, 1, 1, dtype))
+    return config.layers * sum(array.size * array.dtype.itemsize for array in one)
 
 
-def grow_cache(cache: KVCache, capacity: int) -> KVCache:
-    """The same cache with room for `capacity` tokens."""
+def copy_prefix(
+    layers: tuple[LayerCache, ...], source: Int[Array, ""], target: Int[Array, ""], tokens: Int[Array, ""]
+) -> tuple[LayerCache, ...]:
+    """The cache with the first `tokens` tokens of one slot in another one too, and whatever follows them up to a
+    multiple of `COPIED_TOKENS`."""
 
-    def grown(array: Array) -> Array:
-        return jnp.pad(array, [(0, capacity - cache.capacity if axis == 2 else 0) for axis in range(array.ndim)])
+    def copy(piece: Int[Array, ""], array: Array) -> Array:
+        start = piece * COPIED_TOKENS
+        rest = (0,) * (array.ndim - 3)
+        size = (1, array.shape[1], min(COPIED_TOKENS, array.shape[2]), *array.shape[3:])
+        moved = jax.lax.dynamic_slice(array, (source, 0, start, *rest), size)
+        return jax.lax.dynamic_update_slice(array, moved, (target, 0, start, *rest))
 
-    return replace(cache, layers=jax.tree.map(grown, cache.layers))
+    pieces = (tokens + COPIED_TOKENS - 1) // COPIED_TOKENS
+    return jax.lax.fori_loop(
+        0, pieces, lambda piece, layers: jax.tree.map(lambda array: copy(piece, array), layers), layers
+    )
 
 
 def _narrowed(
@@ -94,13 +102,15 @@ def _narrowed(
 
 
 def _write(
-    cache: Num[Array, "batch kv_heads capacity *rest"],
+    cache: Num[Array, "slots kv_heads capacity *rest"],
     new: Float[Array, "batch kv_heads length *rest"],
+    slots: Int[Array, " batch"],
     start: Int[Array, " batch"],
-) -> Num[Array, "batch kv_heads capacity *rest"]:
+) -> Num[Array, "slots kv_heads capacity *rest"]:
     """A slice update per row: unlike a batched scatter it happens in place on the CPU."""
     new = new.astype(cache.dtype)
     for row in range(new.shape[0]):
-        place = (row, 0, start[row], 0)[: cache.ndim]
-        cache = jax.lax.dynamic_update_slice(cache, new[row : row + 1], place)
+        place = (slots[row], 0, start[row], 0)[: cache.ndim]
+        held = jax.lax.dynamic_slice(cache, place, (1, *new.shape[1:]))
+        cache = jax.lax.dynamic_update_slice(cache, jnp.where(slots[row] < 0, held, new[row : row + 1]), place)
     return cache

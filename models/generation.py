@@ -1,20 +1,22 @@
-"""The generate loop of one request: prefill in chunks, then a decode step per token, as an iterator.
-
-Control returns to the caller after every chunk and every token, so that a server can stop a request between them.
-"""
+"""One request on its way from token ids to text: what it has computed, and what its next token says."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 
+from models.config import ModelConfig
 from models.errors import ContextLengthError, PromptError
-from models.inference import Inference, VisualFeatures, plan_chunks
-from models.positions import Grid, rope_positions
-from models.sampling import Sampled, SamplingParams, start_sampling
+from models.images import VisionInput
+from models.inference import Chunk, VisualFeatures, plan_chunks
+from models.positions import rope_positions
+from models.sampling import Sampled, SamplingParams
+from models.slots import Slot
+from models.switches import Switches
 
 FinishReason = Literal["stop", "length"]
 
@@ -57,14 +59,17 @@ class TextPieces(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """What one generation needs: token ids int32 `[length]`, the patches and grid of each picture in order, limits and
-    parameters. `end_tokens` stop the answer."""
+    """What one generation needs: token ids int32 `[length]`, the pictures in order, limits and parameters, and what
+    turns its tokens into text. `end_tokens` stop the answer. What has been computed for one `owner` is not used for
+    another's request."""
 
     token_ids: np.ndarray
-    visuals: Sequence[tuple[np.ndarray, Grid]]
+    visuals: Sequence[VisionInput]
     max_tokens: int
     end_tokens: frozenset[int]
     sampling: SamplingParams
+    pieces: TextPieces
+    owner: str = ""
 
 
 def check_room(length: int, context: int) -> None:
@@ -78,55 +83,103 @@ def check_room(length: int, context: int) -> None:
         )
 
 
-def generate(
-    inference: Inference, request: Request, context: int, pieces: TextPieces
-) -> Iterator[PrefillProgress | Step]:
-    """Runs one request in a context of `context` tokens. The last item is a `Step` with a finish reason.
-
-    Raises:
-        PromptError: at the first `next`, if the placeholders do not match the pictures.
-    """
-    ids, length = request.token_ids, len(request.token_ids)
-    positions, delta = rope_positions(ids, (grid for _, grid in request.visuals), inference.config, inference.switches)
-    state = start_sampling([(request.sampling, ids)], inference.config.text.vocab)
-    features = []
-    for patches, grid in request.visuals:
-        features.append(inference.encode(patches, grid))
-        yield PrefillProgress(0, length)
-    visual = VisualFeatures.join(features) if features else None
-
-    cache = inference.empty_cache(length + 1)
-    for chunk in plan_chunks(length):
-        logits, cache = inference.prefill(cache, chunk, ids, positions, visual)
-        logits.block_until_ready()  # a chunk that is only queued could neither be timed nor cancelled
-        yield PrefillProgress(chunk.start + chunk.tokens, length)
-
-    limit = min(request.max_tokens, context - length)
-    sampled, state = inference.sample(logits, state)
-    for generated in range(1, limit + 1):
-        step = _step(sampled, request, pieces, generated == limit)
-        yield step
-        if step.finish_reason is not None:
-            return
-        if length + generated > cache.capacity:
-            cache = inference.grow(cache)
-        sampled, cache, state = inference.decode(cache, state, sampled.token, np.array([delta], np.int32))
+def content_keys(token_ids: np.ndarray, visuals: Sequence[VisionInput], config: ModelConfig) -> np.ndarray:
+    """What each token of a prompt is, int64 `[length]`: a text token its id; a visual token a negative number that
+    follows from the picture's content and the token's place in it."""
+    keys = token_ids.astype(np.int64)
+    if not visuals:
+        return keys
+    places = np.flatnonzero(np.isin(token_ids, (config.image_token, config.video_token)))
+    used = 0
+    for visual in visuals:
+        own = places[used : used + visual.tokens(config.vision.merge)]
+        start = int(visual.content_hash[:15], 16)  # 60 bits
+        keys[own] = -(start + np.arange(1, len(own) + 1, dtype=np.int64))
+        used += len(own)
+    return keys
 
 
-def _step(sampled: Sampled, request: Request, pieces: TextPieces, last: bool) -> Step:
-    token = int(np.asarray(sampled.token)[0])
-    ended = token in request.end_tokens
-    text = "" if ended else pieces.push(token)
-    reason: FinishReason | None = "stop" if ended or pieces.stopped else "length" if last else None
-    if reason is not None and not pieces.stopped:
-        text += pieces.finish()
-    shown = request.sampling.top_logprobs
-    best = zip(np.asarray(sampled.top_tokens)[0, :shown], np.asarray(sampled.top_logprobs)[0, :shown], strict=True)
-    return Step(
-        token_id=token,
-        text=text,
-        logprob=float(np.asarray(sampled.logprob)[0]),
-        margin=float(np.asarray(sampled.margin)[0]),
-        top_logprobs=tuple((int(token), float(logprob)) for token, logprob in best),
-        finish_reason=reason,
-    )
+class Generation:
+    """A request in a slot of the cache. It is prefilling until it has a `token`, which the next decode step takes into
+    the cache."""
+
+    def __init__(self, request: Request, context: int, config: ModelConfig, switches: Switches) -> None:
+        """Raises PromptError if the placeholders do not match the pictures."""
+        self.request = request
+        self.length = len(request.token_ids)
+        grids = [visual.grid for visual in request.visuals]
+        self.positions, self.delta = rope_positions(request.token_ids, grids, config, switches)
+        self.keys = content_keys(request.token_ids, request.visuals, config)
+        self.limit = min(request.max_tokens, context - self.length)
+        self.slot: Slot | None = None
+        self.reused = 0  # tokens of the prompt that were in the cache already
+        self.passed_over = 0  # tokens of other prompts that were computed while this one waited
+        self.token: int | None = None
+        self.generated = 0
+        self.unseen: deque[VisionInput] = deque()
+        self.visual: VisualFeatures | None = None  # of the pictures, once all have been seen
+        self._seen: list[VisualFeatures] = []
+        self._chunks: deque[Chunk] = deque()
+        self._visual_tokens_reused = 0
+
+    def start(self, slot: Slot, merge: int, largest_chunk: int) -> None:
+        """Takes its slot, whose tokens are the first of the prompt. A picture that these include need not be seen."""
+        self.slot, self.reused = slot, slot.held
+        self._chunks = deque(plan_chunks(self.length, slot.held, largest_chunk))
+        reused = int(np.count_nonzero(self.keys[: slot.held] < 0))
+        self.unseen = deque(self.request.visuals)
+        while self.unseen and self._visual_tokens_reused + self.unseen[0].tokens(merge) <= reused:
+            self._visual_tokens_reused += self.unseen.popleft().tokens(merge)
+
+    @property
+    def next_chunk(self) -> Chunk | None:
+        """The next part of the prompt to compute; None if pictures come first."""
+        return None if self.unseen else self._chunks[0]
+
+    @property
+    def left(self) -> int:
+        """Tokens of the prompt that are not in the cache."""
+        return self.length - self.slot.held
+
+    def saw(self, features: VisualFeatures) -> PrefillProgress:
+        """Takes in the next picture."""
+        self.unseen.popleft()
+        self._seen.append(features)
+        if not self.unseen:
+            self.visual = VisualFeatures.join(self._seen, self._visual_tokens_reused)
+        return PrefillProgress(self.slot.held, self.length)
+
+    def prefilled(self) -> PrefillProgress:
+        """Counts the next chunk as computed."""
+        chunk = self._chunks.popleft()
+        self.slot.take_in(self.keys[chunk.start : chunk.start + chunk.tokens], chunk)
+        return PrefillProgress(self.slot.held, self.length)
+
+    def decoded(self) -> None:
+        """Counts its token as taken into the cache."""
+        self.slot.take_in(np.array([self.token], np.int64))
+
+    @property
+    def row(self) -> tuple[int, int, int, int]:
+        """Its row of a decode step; see `Inference.decode`."""
+        return self.token, self.slot.index, self.slot.held, self.slot.held + self.delta
+
+    def next_step(self, sampled: Sampled, row: int) -> Step:
+        """What row `row` of the sampled tokens (on the host) says."""
+        self.token, self.generated = int(sampled.token[row]), self.generated + 1
+        pieces, ended = self.request.pieces, self.token in self.request.end_tokens
+        text = "" if ended else pieces.push(self.token)
+        last = self.generated == self.limit
+        reason: FinishReason | None = "stop" if ended or pieces.stopped else "length" if last else None
+        if reason is not None and not pieces.stopped:
+            text += pieces.finish()
+        shown = self.request.sampling.top_logprobs
+        best = zip(sampled.top_tokens[row, :shown], sampled.top_logprobs[row, :shown], strict=True)
+        return Step(
+            token_id=self.token,
+            text=text,
+            logprob=float(sampled.logprob[row]),
+            margin=float(sampled.margin[row]),
+            top_logprobs=tuple((int(token), float(logprob)) for token, logprob in best),
+            finish_reason=reason,
+        )

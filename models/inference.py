@@ -1,15 +1,15 @@
 """Drives a network: pictures through the vision tower, prompts through chunked prefill, tokens through decode steps.
 
-Shapes are bucketed, so that a warmed-up model compiles nothing more: chunk lengths, cache capacities and patch counts
-come from short lists. All methods run on one thread. The cache and the sampling state are handed over (donated) to
-every call that takes them, and come back from it.
+Shapes are bucketed, so that a warmed-up model compiles nothing more: chunk lengths, rows and patch counts come from
+short lists, and a cache has its full size from the beginning, because memory is taken only where it is written. All
+methods run on one thread. The cache and the sampling state are handed over (donated) to every call that takes them, and
+come back from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import jax
@@ -18,35 +18,45 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from models.cache import CacheType, KVCache, empty_cache, grow_cache
+from models.cache import COPIED_TOKENS, CacheType, KVCache, LayerCache, bytes_per_token, copy_prefix, layer_shapes
 from models.compilation import CompiledStep
 from models.config import ModelConfig
+from models.kernels import ops
+from models.kernels.loader import active_variant
 from models.network import Network, VisualTokens
 from models.positions import Grid
-from models.sampling import Sampled, SamplingState, sample
+from models.sampling import Sampled, SamplingParams, SamplingState, sample, seated, start_sampling
 from models.switches import Switches
 from models.vision import patch_layout
 
 CHUNKS = (16, 64, 256)  # tokens per prefill step
-SMALLEST_CAPACITY = 256  # tokens; further capacities double
 SMALLEST_FRAME = 64  # patches; further frame sizes double
 LARGE_FRAME = 1024  # patches; from here on sizes go up by this much, because attention is quadratic
+Layers = tuple[LayerCache, ...]
 
 
 @dataclass(frozen=True)
 class VisualFeatures:
-    """The vision tower's output for a prompt, on the host: `embeddings` float32 `[tokens, hidden]` and `deepstack`
-    `[taps, tokens, hidden]`, in the order of the prompt's placeholders."""
+    """The vision tower's output for the pictures of a prompt, or the last of them, on the host: `embeddings` float32
+    `[tokens, hidden]` and `deepstack` `[taps, tokens, hidden]`, in the order of the prompt's placeholders. `first` is
+    the number of placeholders before them."""
 
     embeddings: np.ndarray
     deepstack: np.ndarray
+    first: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that they take."""
+        return self.embeddings.nbytes + self.deepstack.nbytes
 
     @staticmethod
-    def join(parts: Sequence[VisualFeatures]) -> VisualFeatures:
+    def join(parts: Sequence[VisualFeatures], first: int = 0) -> VisualFeatures:
         """The features of several frames, one after the other."""
         return VisualFeatures(
             np.concatenate([part.embeddings for part in parts]),
             np.concatenate([part.deepstack for part in parts], axis=1),
+            first,
         )
 
 
@@ -59,33 +69,41 @@ class Chunk:
     bucket: int
 
 
-def plan_chunks(length: int, start: int = 0) -> Iterator[Chunk]:
-    """Splits a prompt into chunks from the largest bucket down; a bucket is padded only if it is three quarters full.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ChunkInput:
+    """What a prefill step computes on: ids int32 `[1, bucket]`, positions `[3, 1, bucket]`, and `place` int32 `[3]`,
+    the slot, the tokens that it holds and those of the chunk."""
 
-    Every chunk starts at a multiple of its bucket, so its padding never reaches beyond the cache's capacity.
-    """
+    ids: Array
+    positions: Array
+    place: Array
+    visual: VisualTokens | None
+
+
+def plan_chunks(length: int, start: int = 0, largest: int = CHUNKS[-1]) -> Iterator[Chunk]:
+    """Splits a prompt from token `start` on into chunks, from the largest bucket down; a bucket is padded only if it is
+    three quarters full."""
+    allowed = [bucket for bucket in CHUNKS if bucket <= largest]
     while start < length:
         rest = length - start
-        fitting = next((bucket for bucket in CHUNKS if bucket >= rest), CHUNKS[-1])
-        smaller = [bucket for bucket in CHUNKS if bucket <= rest]
+        fitting = next((bucket for bucket in allowed if bucket >= rest), allowed[-1])
+        smaller = [bucket for bucket in allowed if bucket <= rest]
         bucket = fitting if 4 * rest > 3 * fitting or not smaller else smaller[-1]
         yield Chunk(start, min(rest, bucket), bucket)
         start += bucket
 
 
-def capacity_for(tokens: int) -> int:
-    """The smallest cache capacity with room for `tokens`."""
-    capacity = SMALLEST_CAPACITY
-    while capacity < tokens:
-        capacity *= 2
-    return capacity
+def capacity_for(context: int) -> int:
+    """Tokens for which a slot has room, so that a padded chunk may begin anywhere in `context` tokens."""
+    return -(-context // COPIED_TOKENS) * COPIED_TOKENS + CHUNKS[-1]
 
 
-def capacities(context: int) -> list[int]:
-    """Every capacity that a sequence passes through on its way to `context` tokens."""
-    found = [SMALLEST_CAPACITY]
-    while found[-1] < context:
-        found.append(2 * found[-1])
+def row_buckets(most: int) -> list[int]:
+    """The batch sizes of decode steps for up to `most` sequences."""
+    found = [1]
+    while found[-1] < most:
+        found.append(min(2 * found[-1], most))
     return found
 
 
@@ -134,54 +152,59 @@ class Inference:
         self._encode = CompiledStep(self._encode_frame)
         self._prefill = CompiledStep(self._prefill_chunk, donate=(1,))
         self._score = CompiledStep(self._score_chunk, donate=(1,))
-        self._decode = CompiledStep(self._decode_token, donate=(1, 2))
+        self._decode = CompiledStep(self._decode_rows, donate=(1, 2))
         self._sample = CompiledStep(sample, donate=(1,))
-        self._empty = CompiledStep(self._empty_cache, static=(0, 1))
-        self._grow = CompiledStep(grow_cache, static=(1,))
+        self._seat = CompiledStep(seated, donate=(0,))
+        self._allocate = CompiledStep(self._new_layers, static=(0, 1))
+        self._copy = CompiledStep(copy_prefix, donate=(0,))
 
-    def _empty_cache(self, batch: int, capacity: int) -> KVCache:
-        return empty_cache(self.config.text, batch, capacity, self.cache_type)
+    @property
+    def row_by_row(self) -> bool:
+        """Whether a token's keys and values do not depend, to the last bit, on the chunk that it was computed in."""
+        return active_variant() is not None and self.network.row_by_row
 
-    # The pure functions that are compiled.
+    def bytes_per_slot(self, context: int) -> int:
+        """Memory of the cache of one sequence, when it is full."""
+        return capacity_for(context) * bytes_per_token(self.config.text, self.cache_type)
+
+    def _shapes(self, slots: int, capacity: int) -> Layers:
+        one = layer_shapes(self.config.text, slots, capacity, self.cache_type)
+        return (one,) * self.config.text.layers
+
+    def _new_layers(self, slots: int, capacity: int) -> Layers:
+        arrays, structure = jax.tree.flatten(self._shapes(slots, capacity))
+        return jax.tree.unflatten(structure, ops.unwritten(*arrays))
+
+    # The pure functions that are compiled. `rows` is int32 `[4, batch]`: of each sequence the token, its slot, the
+    # tokens held there, and the position of the token.
 
     def _encode_frame(self, leaves: list[Array], patches: Array, *layout: Array) -> tuple[Array, Array]:
         return self._tower.module(leaves)(patches, *layout)
 
-    def _prefill_chunk(
-        self,
-        leaves: list[Array],
-        cache: KVCache,
-        ids: Array,
-        positions: Array,
-        tokens: Array,
-        visual: VisualTokens | None,
-    ) -> tuple[Array, KVCache]:
+    def _run_chunk(self, leaves: list[Array], layers: Layers, chunk: ChunkInput) -> tuple[Network, Array, Layers]:
         network = self._decoder.module(leaves)
-        hidden, cache = network(ids, positions, cache, visual)
-        last = jnp.take_along_axis(hidden, (tokens - 1)[:, None, None], axis=1)[:, 0]
-        return network.logits(last), cache.advance(tokens)
+        slot, held, _ = chunk.place
+        hidden, cache = network(chunk.ids, chunk.positions, KVCache(layers, slot[None], held[None]), chunk.visual)
+        return network, hidden, cache.layers
 
-    def _score_chunk(
-        self,
-        leaves: list[Array],
-        cache: KVCache,
-        ids: Array,
-        positions: Array,
-        tokens: Array,
-        visual: VisualTokens | None,
-    ) -> tuple[Array, KVCache]:
-        network = self._decoder.module(leaves)
-        hidden, cache = network(ids, positions, cache, visual)
-        return network.logits(hidden), cache.advance(tokens)
+    def _prefill_chunk(self, leaves: list[Array], layers: Layers, chunk: ChunkInput) -> tuple[Array, Layers]:
+        network, hidden, layers = self._run_chunk(leaves, layers, chunk)
+        last = jax.lax.dynamic_slice_in_dim(hidden, chunk.place[2] - 1, 1, axis=1)[:, 0]
+        return network.logits(last), layers
 
-    def _decode_token(
-        self, leaves: list[Array], cache: KVCache, state: SamplingState, token: Array, delta: Array
-    ) -> tuple[Sampled, KVCache, SamplingState]:
+    def _score_chunk(self, leaves: list[Array], layers: Layers, chunk: ChunkInput) -> tuple[Array, Layers]:
+        network, hidden, layers = self._run_chunk(leaves, layers, chunk)
+        return network.logits(hidden), layers
+
+    def _decode_rows(
+        self, leaves: list[Array], layers: Layers, state: SamplingState, rows: Array
+    ) -> tuple[Sampled, Layers, SamplingState]:
         network = self._decoder.module(leaves)
-        positions = jnp.broadcast_to((cache.length + delta)[None, :, None], (3, *token.shape, 1))
-        hidden, cache = network(token[:, None], positions, cache, None)
-        sampled, state = sample(network.logits(hidden[:, 0]), state)
-        return sampled, cache.advance(jnp.ones_like(token)), state
+        token, slots, held, position = rows
+        positions = jnp.broadcast_to(position[None, :, None], (3, *token.shape, 1))
+        hidden, cache = network(token[:, None], positions, KVCache(layers, slots, held), None)
+        sampled, state = sample(network.logits(hidden[:, 0]), state, slots)
+        return sampled, cache.layers, state
 
     # The steps as callers see them.
 
@@ -210,40 +233,52 @@ class Inference:
         tokens = count // vision.merge**2
         return VisualFeatures(np.asarray(embeddings)[0, :tokens], np.asarray(deepstack)[:, 0, :tokens])
 
-    def empty_cache(self, tokens: int, batch: int = 1) -> KVCache:
-        """A cache for `batch` sequences with room for at least `tokens` each."""
-        shape = (batch, capacity_for(tokens))
-        return self._empty(shape, *shape)
+    def new_cache(self, slots: int, context: int) -> Layers:
+        """A cache for `slots` sequences of up to `context` tokens each."""
+        shape = (slots, capacity_for(context))
+        return self._allocate(shape, *shape)
 
-    def grow(self, cache: KVCache) -> KVCache:
-        """The cache with the next larger capacity."""
-        return self._grow(cache.capacity, cache, 2 * cache.capacity)
+    def new_sampling(self, slots: int) -> SamplingState:
+        """The sampling state of slots without a sequence."""
+        return start_sampling([(SamplingParams(), np.zeros(0, np.int32))] * slots, self.config.text.vocab)
 
     def prefill(
-        self, cache: KVCache, chunk: Chunk, ids: np.ndarray, positions: np.ndarray, visual: VisualFeatures | None
-    ) -> tuple[Array, KVCache]:
+        self,
+        layers: Layers,
+        slot: int,
+        chunk: Chunk,
+        ids: np.ndarray,
+        positions: np.ndarray,
+        visual: VisualFeatures | None,
+    ) -> tuple[Array, Layers]:
         """Takes one chunk of the prompt (`ids` `[length]`, `positions` `[3, length]`, all its `visual` features) into
         the cache; logits float32 `[1, vocab]` of the chunk's last token."""
-        arguments = self._chunk_arguments(chunk, ids, positions, visual)
-        return self._prefill((chunk.bucket, cache.capacity), self._decoder.leaves, cache, *arguments)
+        given = self._chunk_input(slot, chunk, ids, positions, visual)
+        return self._prefill((chunk.bucket, *_room(layers)), self._decoder.leaves, layers, given)
 
     def score(
-        self, cache: KVCache, chunk: Chunk, ids: np.ndarray, positions: np.ndarray, visual: VisualFeatures | None
-    ) -> tuple[np.ndarray, KVCache]:
+        self,
+        layers: Layers,
+        slot: int,
+        chunk: Chunk,
+        ids: np.ndarray,
+        positions: np.ndarray,
+        visual: VisualFeatures | None,
+    ) -> tuple[np.ndarray, Layers]:
         """As `prefill`, with the logits `[tokens, vocab]` of every token of the chunk."""
-        arguments = self._chunk_arguments(chunk, ids, positions, visual)
-        logits, cache = self._score((chunk.bucket, cache.capacity), self._decoder.leaves, cache, *arguments)
-        return np.asarray(logits)[0, : chunk.tokens], cache
+        given = self._chunk_input(slot, chunk, ids, positions, visual)
+        logits, layers = self._score((chunk.bucket, *_room(layers)), self._decoder.leaves, layers, given)
+        return np.asarray(logits)[0, : chunk.tokens], layers
 
-    def _chunk_arguments(
-        self, chunk: Chunk, ids: np.ndarray, positions: np.ndarray, visual: VisualFeatures | None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, VisualTokens | None]:
+    def _chunk_input(
+        self, slot: int, chunk: Chunk, ids: np.ndarray, positions: np.ndarray, visual: VisualFeatures | None
+    ) -> ChunkInput:
         taken = slice(chunk.start, chunk.start + chunk.tokens)
         pad = (0, chunk.bucket - chunk.tokens)
-        return (
+        return ChunkInput(
             np.pad(ids[taken], pad)[None],
             np.pad(positions[:, taken], [(0, 0), pad])[:, None],
-            np.array([chunk.tokens], np.int32),
+            np.array([slot, chunk.start, chunk.tokens], np.int32),
             self._visual_tokens(chunk, ids, visual),
         )
 
@@ -258,33 +293,47 @@ class Inference:
         if visual is not None:
             is_visual = np.isin(ids, (self.config.image_token, self.config.video_token))
             here = is_visual[chunk.start : chunk.start + chunk.tokens]
-            first = int(is_visual[: chunk.start].sum())
+            first = int(is_visual[: chunk.start].sum()) - visual.first
             rows = slice(first, first + int(here.sum()))
             mask[0, : chunk.tokens] = here
             embeddings[mask] = visual.embeddings[rows]
             deepstack[:, mask] = visual.deepstack[:, rows]
         return VisualTokens(mask, embeddings, deepstack)
 
-    def sample(self, logits: Array, state: SamplingState) -> tuple[Sampled, SamplingState]:
-        """Chooses the first token, from the logits that prefill left."""
-        return self._sample(None, logits, state)
+    def seat(self, state: SamplingState, slot: int, params: SamplingParams, prompt: np.ndarray) -> SamplingState:
+        """The sampling state with a new sequence, of these parameters and this prompt `[length]`, in a slot."""
+        row = start_sampling([(params, prompt)], self.config.text.vocab)
+        return self._seat(len(state.step), state, row, np.int32(slot))
 
-    def decode(
-        self, cache: KVCache, state: SamplingState, token: Array, delta: np.ndarray
-    ) -> tuple[Sampled, KVCache, SamplingState]:
-        """Takes `token` int32 `[batch]` into the cache and chooses the next; `delta` `[batch]` is the rope delta."""
-        return self._decode((*token.shape, cache.capacity), self._decoder.leaves, cache, state, token, delta)
+    def sample(self, logits: Array, state: SamplingState, slot: int) -> tuple[Sampled, SamplingState]:
+        """Chooses the first token of the sequence in a slot, from the logits `[1, vocab]` that prefill left."""
+        return self._sample(len(state.step), logits, state, np.array([slot], np.int32))
 
-    def decode_text(self, batch: int, capacity: int) -> str:
-        """XLA's text of the decode step of this shape, which must have run: for profiles."""
-        return self._decode.text((batch, capacity))
+    def decode(self, layers: Layers, state: SamplingState, rows: np.ndarray) -> tuple[Sampled, Layers, SamplingState]:
+        """Takes a token of each sequence into the cache and chooses the next. `rows` int32 `[4, batch]` are the tokens,
+        their slots (negative for rows that belong to none), the tokens held there, and the positions of the new
+        ones."""
+        return self._decode((rows.shape[1], *_room(layers)), self._decoder.leaves, layers, state, rows)
+
+    def copy(self, layers: Layers, source: int, target: int, tokens: int) -> Layers:
+        """The cache with the first `tokens` tokens of one slot in another one too."""
+        return self._copy(_room(layers), layers, np.int32(source), np.int32(target), np.int32(tokens))
+
+    def decode_text(self, batch: int, layers: Layers) -> str:
+        """XLA's text of the decode step of these shapes, which must have run: for profiles."""
+        return self._decode.text((batch, *_room(layers)))
 
     def compile(
-        self, context: int, image_tokens: int, state: SamplingState, progress: Callable[[int, int], None] | None
+        self,
+        context: int,
+        image_tokens: int,
+        rows: int = 1,
+        slots: int = 1,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Compiles every bucket that sequences of up to `context` tokens with pictures of up to `image_tokens` can
-        need; `progress` hears how many of how many are done."""
-        jobs = [*self._decoder_jobs(capacities(context), state), *self._encoder_jobs(image_tokens)]
+        """Compiles every bucket that up to `rows` sequences at a time, of up to `context` tokens with pictures of up to
+        `image_tokens`, can need in a cache of `slots`; `progress` hears how many of how many are done."""
+        jobs = [*self._decoder_jobs(context, rows, slots), *self._encoder_jobs(image_tokens)]
         for done, job in enumerate(jobs):
             if progress is not None:
                 progress(done, len(jobs))
@@ -292,24 +341,24 @@ class Inference:
         if progress is not None:
             progress(len(jobs), len(jobs))
 
-    def _decoder_jobs(self, sizes: list[int], state: SamplingState) -> Iterator[Callable[[], None]]:
+    def _decoder_jobs(self, context: int, rows: int, slots: int) -> Iterator[Callable[[], None]]:
+        leaves, room = self._decoder.leaves, (slots, capacity_for(context))
+        layers, state, row = self._shapes(*room), self.new_sampling(slots), self.new_sampling(1)
         logits = jax.ShapeDtypeStruct((1, self.config.text.vocab), jnp.float32)
-        token = delta = jax.ShapeDtypeStruct((1,), jnp.int32)
-        yield lambda: self._sample.compile(None, logits, state)
-        for capacity, bucket in product(sizes, CHUNKS):
-            arguments = self._chunk_arguments(
-                Chunk(0, bucket, bucket), np.zeros(bucket, np.int32), np.zeros((3, bucket), np.int32), None
+        number, one = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+        yield lambda: self._allocate.compile(room, *room)
+        yield lambda: self._seat.compile(slots, state, row, number)
+        yield lambda: self._sample.compile(slots, logits, state, one)
+        if slots > 1:
+            yield lambda: self._copy.compile(room, layers, number, number, number)
+        for bucket in CHUNKS:
+            chunk = Chunk(0, bucket, bucket)
+            given = self._chunk_input(0, chunk, np.zeros(bucket, np.int32), np.zeros((3, bucket), np.int32), None)
+            yield lambda bucket=bucket, given=given: self._prefill.compile((bucket, *room), leaves, layers, given)
+        for batch in row_buckets(rows):
+            yield lambda batch=batch: self._decode.compile(
+                (batch, *room), leaves, layers, state, jax.ShapeDtypeStruct((4, batch), jnp.int32)
             )
-            yield lambda capacity=capacity, bucket=bucket, arguments=arguments: self._prefill.compile(
-                (bucket, capacity), self._decoder.leaves, self._abstract_cache(capacity), *arguments
-            )
-        for capacity in sizes:
-            yield lambda capacity=capacity: self._empty.compile((1, capacity), 1, capacity)
-            yield lambda capacity=capacity: self._decode.compile(
-                (1, capacity), self._decoder.leaves, self._abstract_cache(capacity), state, token, delta
-            )
-        for capacity in sizes[:-1]:
-            yield lambda capacity=capacity: self._grow.compile(capacity, self._abstract_cache(capacity), 2 * capacity)
 
     def _encoder_jobs(self, image_tokens: int) -> Iterator[Callable[[], None]]:
         vision = self.config.vision
@@ -330,5 +379,7 @@ class Inference:
                 bucket, self._tower.leaves, *arguments
             )
 
-    def _abstract_cache(self, capacity: int) -> KVCache:
-        return jax.eval_shape(lambda: self._empty_cache(1, capacity))
+
+def _room(layers: Layers) -> tuple[int, int]:
+    """Slots and their capacity."""
+    return layers[0].keys.shape[0], layers[0].keys.shape[2]

@@ -60,6 +60,11 @@ class StoredMatrix:
         """Weight and scale as the kernels take them."""
         return stored_weight(self.weight, self.scale)
 
+    @property
+    def row_by_row(self) -> bool:
+        """Whether a row's product is the same, to the last bit, with any number of rows."""
+        return self.scale is not None
+
 
 def suits_kernels(rows: int, *matrices: StoredMatrix) -> bool:
     """Whether the kernels multiply `rows` rows with these matrices faster than XLA, or alone can."""

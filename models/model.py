@@ -5,26 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
 
+from models.batch import Batch, BatchLimits
 from models.cache import CACHE_TYPES, CacheType
 from models.chat_template import ChatTemplate, default_chat_template
 from models.checkpoint import Checkpoint, read_json_object
 from models.compilation import enable_persistent_cache
 from models.config import ModelConfig, parse_config
 from models.errors import ConfigError, PromptError
-from models.generation import PrefillProgress, Request, Step, check_room, generate
-from models.images import ImageProcessor
+from models.generation import Request, Step, check_room
+from models.images import ImageProcessor, VisionInput
 from models.inference import Inference, VisualFeatures, plan_chunks
-from models.positions import Grid, rope_positions
+from models.positions import rope_positions
 from models.presets import EOS_TOKENS, PRESETS, preset
 from models.prompt import Prompt, PromptBuilder
 from models.quantisation import Scheme, find_scheme
 from models.qwen_vocabulary import QWEN_VOCABULARY, qwen_tokenizer
-from models.sampling import SamplingParams, check_bias, start_sampling
+from models.sampling import SamplingParams, check_bias
 from models.switches import Switches
 from models.text_stream import TextStream
 from models.tokenizer import Tokenizer
@@ -32,7 +33,6 @@ from models.weights import load_network, random_network, stored_scheme
 
 PRETRAINED = Path(__file__).parent / "pretrained"
 DEFAULT_CONTEXT = 4096  # tokens of prompt and answer, where neither the caller nor the model sets less
-Visual = tuple[np.ndarray, Grid]
 
 
 def load(
@@ -252,13 +252,13 @@ class LoadedModel:
         ids = self._checked_ids(token_ids)
         visuals = self._in_order(ids, pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
         inference = self._inference
-        positions, _ = rope_positions(ids, (grid for _, grid in visuals), self.config, inference.switches)
-        features = [inference.encode(patches, grid) for patches, grid in visuals]
-        visual = VisualFeatures.join(features) if features else None
-        cache = inference.empty_cache(len(ids))
+        positions, _ = rope_positions(ids, (visual.grid for visual in visuals), self.config, inference.switches)
+        features = [inference.encode(visual.patches, visual.grid) for visual in visuals]
+        joined = VisualFeatures.join(features) if features else None
+        layers = inference.new_cache(1, self.max_context)
         rows = []
         for chunk in plan_chunks(len(ids)):
-            logits, cache = inference.score(cache, chunk, ids, positions, visual)
+            logits, layers = inference.score(layers, 0, chunk, ids, positions, joined)
             rows.append(logits)
         return np.concatenate(rows)
 
@@ -280,10 +280,10 @@ class LoadedModel:
         image_grid_thw: np.ndarray | None,
         pixel_values_videos: np.ndarray | None,
         video_grid_thw: np.ndarray | None,
-    ) -> list[Visual]:
+    ) -> list[VisionInput]:
         """Images and videos, merged into the order in which their placeholders appear."""
-        images = _split_visuals(pixel_values, image_grid_thw, "pixel_values")
-        videos = _split_visuals(pixel_values_videos, video_grid_thw, "pixel_values_videos")
+        images = _split_visuals(pixel_values, image_grid_thw, "image")
+        videos = _split_visuals(pixel_values_videos, video_grid_thw, "video")
         if self.config.vision is None:
             if images or videos:
                 raise PromptError(f"{self.name} is a text model and takes no pictures")
@@ -296,7 +296,7 @@ class LoadedModel:
                 if used >= len(first[token]):
                     raise PromptError("the prompt has fewer placeholder tokens than its pictures have visual tokens")
                 places.append((first[token][used], visual))
-                used += len(visual[0]) // self.config.vision.merge**2
+                used += visual.tokens(self.config.vision.merge)
         return [visual for _, visual in sorted(places, key=lambda place: place[0])]
 
     def generate(
@@ -319,69 +319,83 @@ class LoadedModel:
             parts = [{"type": "image", "image": image} for image in images]
             prompt = [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]
         if isinstance(prompt, Prompt):
-            ids, pictures = prompt.token_ids, _prompt_visuals(prompt)
+            built = prompt
         elif len(prompt) and isinstance(prompt[0], dict):
             built = self.prompt(prompt)
-            ids, pictures = built.token_ids, _prompt_visuals(built)
         else:
             ids = self._checked_ids(prompt)
             arguments = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
-            pictures = self._in_order(ids, *(visuals.pop(name, None) for name in arguments))
+            built = Prompt(ids, tuple(self._in_order(ids, *(visuals.pop(name, None) for name in arguments))))
         if visuals:
             raise TypeError(f"generate() got unexpected arguments: {', '.join(visuals)}")
-        items = self._run(ids, pictures, max_tokens, stop, sampling or SamplingParams(), ignore_eos)
-        return (item for item in items if isinstance(item, Step))
+        request = self.request(built, max_tokens=max_tokens, stop=stop, sampling=sampling, ignore_eos=ignore_eos)
+        return self._steps(request)
 
-    def stream(
-        self, prompt: Prompt, *, max_tokens: int, stop: Sequence[str] = (), sampling: SamplingParams | None = None
-    ) -> Iterator[PrefillProgress | Step]:
-        """The same loop as a server drives it: control returns after every picture, prefill chunk and token. Closing
-        the iterator drops the request.
+    def _steps(self, request: Request) -> Iterator[Step]:
+        batch = self.batch()
+        batch.join(request)
+        while batch.running:
+            for _, item in batch.step():
+                if isinstance(item, Exception):
+                    raise item
+                if isinstance(item, Step):
+                    yield item
+
+    def request(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int,
+        stop: Sequence[str] = (),
+        sampling: SamplingParams | None = None,
+        ignore_eos: bool = False,
+        owner: str = "",
+    ) -> Request:
+        """What a batch needs to answer a prompt. The cache of one `owner` is not used for another's requests.
 
         Raises:
-            PromptError: at once, if the prompt does not fit the context.
-            ConfigError: at once, if `max_tokens` is not positive.
+            PromptError: the prompt does not fit the context.
+            ConfigError: `max_tokens` is not positive.
         """
-        return self._run(
-            prompt.token_ids, _prompt_visuals(prompt), max_tokens, stop, sampling or SamplingParams(), ignore_eos=False
-        )
-
-    def _run(
-        self,
-        ids: np.ndarray,
-        visuals: Sequence[Visual],
-        max_tokens: int,
-        stop: Sequence[str],
-        sampling: SamplingParams,
-        ignore_eos: bool,
-    ) -> Iterator[PrefillProgress | Step]:
-        check_room(len(ids), self.max_context)
+        check_room(len(prompt.token_ids), self.max_context)
         if max_tokens < 1:
             raise ConfigError(f"max_tokens must be at least 1, found {max_tokens}")
-        end_tokens = frozenset() if ignore_eos else self.end_tokens
-        pieces = _NoText() if self._text is None else TextStream(self._text.tokenizer, stop)
-        request = Request(ids, visuals, max_tokens, end_tokens, sampling)
-        return generate(self._inference, request, self.max_context, pieces)
+        return Request(
+            prompt.token_ids,
+            prompt.visuals,
+            max_tokens,
+            frozenset() if ignore_eos else self.end_tokens,
+            sampling or SamplingParams(),
+            _NoText() if self._text is None else TextStream(self._text.tokenizer, stop),
+            owner,
+        )
 
-    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compiles every step that a request can need; `progress` hears how many of how many are done."""
-        state = start_sampling([(SamplingParams(), np.zeros(1, np.int32))], self.config.text.vocab)
-        self._inference.compile(self.max_context, self.max_image_tokens, state, progress)
+    def batch(self, limits: BatchLimits | None = None) -> Batch:
+        """A cache and what runs in it; by default for one request at a time."""
+        return Batch(self._inference, self.max_context, limits or BatchLimits())
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Memory of the cache of one request whose context is full."""
+        return self._inference.bytes_per_slot(self.max_context)
+
+    def warm_up(self, limits: BatchLimits | None = None, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compiles every step that a batch of these limits can need; `progress` hears how many of how many are done."""
+        limits = limits or BatchLimits()
+        self._inference.compile(self.max_context, self.max_image_tokens, limits.rows, limits.slots, progress)
 
 
-def _prompt_visuals(prompt: Prompt) -> list[Visual]:
-    return [(visual.patches, visual.grid) for visual in prompt.visuals]
-
-
-def _split_visuals(patches: np.ndarray | None, grids: np.ndarray | None, name: str) -> list[Visual]:
+def _split_visuals(
+    patches: np.ndarray | None, grids: np.ndarray | None, kind: Literal["image", "video"]
+) -> list[VisionInput]:
     """Cuts the joined patches of several pictures apart by their grids."""
     if (patches is None) != (grids is None):
-        raise PromptError(f"{name} and its grids must be given together")
+        raise PromptError(f"the pixel values of a prompt and the grids of each {kind} must be given together")
     if patches is None:
         return []
     sizes = [tuple(int(side) for side in grid) for grid in np.asarray(grids)]
     counts = [frames * height * width for frames, height, width in sizes]
     if sum(counts) != len(patches):
-        raise PromptError(f"{name} has {len(patches)} patches, but its grids add up to {sum(counts)}")
+        raise PromptError(f"the {kind}s have {len(patches)} patches, but their grids add up to {sum(counts)}")
     parts = np.split(np.asarray(patches, np.float32), np.cumsum(counts)[:-1])
-    return list(zip(parts, sizes, strict=True))
+    return [VisionInput(part, size, kind) for part, size in zip(parts, sizes, strict=True)]

@@ -32,7 +32,8 @@ class Experts(nnx.Module):
             setattr(self, f"{name}_scale", scales)
 
     @property
-    def quantised(self) -> bool:
+    def row_by_row(self) -> bool:
+        """Whether a token's result is the same, to the last bit, with any number of tokens."""
         return self.gate_up_proj_scale is not None
 
     def __call__(
@@ -43,18 +44,28 @@ class Experts(nnx.Module):
     ) -> Float[Array, "tokens hidden"]:
         """Each token's experts, mixed by their shares."""
         # For many tokens and float weights XLA's matrix products with every expert are faster than the kernel.
-        many_floats = x.shape[0] > DECODE_ROWS and not self.quantised
+        many_floats = x.shape[0] > DECODE_ROWS and not self.row_by_row
         mix = reference.experts if many_floats else ops.experts
         gate_up = stored_weight(self.gate_up_proj, self.gate_up_proj_scale)
         down = stored_weight(self.down_proj, self.down_proj_scale)
         return mix(x, experts, shares, gate_up, down, self.intermediate)
 
 
+class Router(Linear):
+    """The linear layer that tells which experts suit a token. It is never quantised, and always the kernels': which
+    experts a token gets must not depend on how many tokens are computed at once."""
+
+    row_by_row = True
+
+    def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens experts"]:
+        return ops.matmul(x, ops.no_norm(), [self.stored()], [self.size[0]])[0]
+
+
 class MoeBlock(nnx.Module):
     """Router and experts in the place of a layer's MLP. Ties go to the expert with the lower index."""
 
     def __init__(self, config: MoeConfig, hidden: int) -> None:
-        self.gate = Linear(hidden, config.experts)
+        self.gate = Router(hidden, config.experts)
         self.experts = Experts(config, hidden)
         self.config = config
 

@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 from models.attention import Attention
 from models.cache import KVCache
 from models.config import ModelConfig, TextConfig
-from models.layers import Embedding, GatedMLP, Linear, RMSNorm
-from models.moe import MoeBlock
+from models.layers import Embedding, GatedMLP, Linear, RMSNorm, StoredMatrix
+from models.moe import Experts, MoeBlock
 from models.rope import RotaryTable, Rotation
 from models.switches import Switches
 from models.vision import VisionTower
@@ -71,7 +71,7 @@ class Network(nnx.Module):
         cache: KVCache | None,
         visual: VisualTokens | None,
     ) -> tuple[Float[Array, "batch length hidden"], KVCache | None]:
-        """Final hidden states, float32, and the cache with the new tokens stored (its length not yet advanced)."""
+        """Final hidden states, float32, and the cache with the new tokens stored, though not yet counted."""
         x = self.embed_tokens(token_ids)
         if visual is not None:
             x = jnp.where(visual.mask[..., None], visual.embeddings, x)
@@ -81,6 +81,12 @@ class Network(nnx.Module):
             if visual is not None and self.deepstack and index < visual.deepstack.shape[0]:
                 x = jnp.where(visual.mask[..., None], x + visual.deepstack[index], x)
         return self.norm(x), cache
+
+    @property
+    def row_by_row(self) -> bool:
+        """Whether a token's result in the decoder layers is the same, to the last bit, with any number of tokens."""
+        parts = (part for _, part in nnx.iter_graph(self.layers))
+        return all(part.row_by_row for part in parts if isinstance(part, StoredMatrix | Experts))
 
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         """Float32 logits of final hidden states."""

@@ -71,24 +71,24 @@ def _check(name: str, value: float | int, in_range: bool, wanted: str) -> None:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingState:
-    """The parameters of every row and what it has seen. `key` is the seed as a raw threefry key `[batch, 2]`, `step`
-    counts the row's draws, `counts` the tokens of its answer, `in_prompt` marks those of its prompt; `adjusted` tells
-    whether penalties or a bias change its logits at all."""
+    """For every slot the parameters of its sequence and what that has seen. `key` is the seed as a raw threefry key
+    `[slots, 2]`, `step` counts the draws, `counts` the tokens of the answer, `in_prompt` marks those of the prompt;
+    `adjusted` tells whether penalties or a bias change the logits at all."""
 
-    temperature: Float[Array, " batch"]
-    top_p: Float[Array, " batch"]
-    top_k: Int[Array, " batch"]
-    min_p: Float[Array, " batch"]
-    repetition_penalty: Float[Array, " batch"]
-    presence_penalty: Float[Array, " batch"]
-    frequency_penalty: Float[Array, " batch"]
-    top_logprobs: Int[Array, " batch"]
-    adjusted: Bool[Array, " batch"]
-    bias: Float[Array, "batch vocab"]
-    in_prompt: Bool[Array, "batch vocab"]
-    counts: Int[Array, "batch vocab"]
-    key: UInt[Array, "batch 2"]
-    step: Int[Array, " batch"]
+    temperature: Float[Array, " slots"]
+    top_p: Float[Array, " slots"]
+    top_k: Int[Array, " slots"]
+    min_p: Float[Array, " slots"]
+    repetition_penalty: Float[Array, " slots"]
+    presence_penalty: Float[Array, " slots"]
+    frequency_penalty: Float[Array, " slots"]
+    top_logprobs: Int[Array, " slots"]
+    adjusted: Bool[Array, " slots"]
+    bias: Float[Array, "slots vocab"]
+    in_prompt: Bool[Array, "slots vocab"]
+    counts: Int[Array, "slots vocab"]
+    key: UInt[Array, "slots 2"]
+    step: Int[Array, " slots"]
 
 
 @jax.tree_util.register_dataclass
@@ -105,7 +105,7 @@ class Sampled:
 
 
 def start_sampling(rows: Sequence[tuple[SamplingParams, np.ndarray]], vocab: int) -> SamplingState:
-    """The state of a batch whose rows have these parameters and prompts (token ids `[length]`), on the host.
+    """The state of slots whose sequences have these parameters and prompts (token ids `[length]`), on the host.
 
     Raises:
         ConfigError: `logit_bias` names a token outside the vocabulary.
@@ -147,18 +147,36 @@ def _raw_key(seed: int | None) -> np.ndarray:
     return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
 
 
-def sample(logits: Float[Array, "batch vocab"], state: SamplingState) -> tuple[Sampled, SamplingState]:
-    """Chooses the next token of every row and counts it."""
+def seated(state: SamplingState, row: SamplingState, slot: Int[Array, ""]) -> SamplingState:
+    """The state with that of one sequence, `row`, in one slot."""
+
+    def put(array: Array, own: Array) -> Array:
+        return jax.lax.dynamic_update_slice(array, own, (slot, *[0] * (array.ndim - 1)))
+
+    return jax.tree.map(put, state, row)
+
+
+def sample(
+    logits: Float[Array, "batch vocab"], state: SamplingState, slots: Int[Array, " batch"]
+) -> tuple[Sampled, SamplingState]:
+    """Chooses the next token of every row as its slot's sequence does, and counts it there. A row whose slot is
+    negative belongs to none."""
+    own = jnp.maximum(slots, 0)
     first = _first_largest(logits)
-    usual = (state.temperature == 0) & ~state.adjusted
-    token = jax.lax.cond(jnp.all(usual), lambda: first, lambda: _choose(logits, state))
-    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
-    counted = replace(state, counts=state.counts.at[rows, token].add(1), step=state.step + 1)
-    return _describe(logits, first, token, state.top_logprobs), counted
+    usual = (slots < 0) | ((state.temperature == 0) & ~state.adjusted)[own]
+    # What takes memory per slot is read only where a row needs it.
+    token = jax.lax.cond(
+        jnp.all(usual), lambda: first, lambda: _choose(logits, jax.tree.map(lambda array: array[own], state))
+    )
+    counted = jnp.where(slots < 0, state.step.shape[0], slots)  # out of bounds, where updates are dropped
+    counts = state.counts.at[counted, token].add(1, mode="drop")
+    step = state.step.at[counted].add(1, mode="drop")
+    sampled = _describe(logits, first, token, jnp.where(slots < 0, 0, state.top_logprobs[own]))
+    return sampled, replace(state, counts=counts, step=step)
 
 
 def _choose(logits: Float[Array, "batch vocab"], state: SamplingState) -> Int[Array, " batch"]:
-    """The next token of every row, after penalties and bias."""
+    """The next token of every row, after penalties and bias; `state` is that of the rows."""
     adjusted = _penalise(logits, state)
     drawing = state.temperature > 0
     greedy = _first_largest(adjusted)

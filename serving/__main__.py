@@ -36,7 +36,7 @@ def load(settings: Settings) -> models.LoadedModel:
         max_context=settings.max_context,
         max_image_tokens=settings.max_image_tokens,
     )
-    model.warm_up()
+    model.warm_up(settings.batch_limits(model.bytes_per_slot))
     return model
 
 

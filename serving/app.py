@@ -79,6 +79,7 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
             "total_requests": engine.total_requests,
             "max_seq": engine.model.max_context if engine.model else 0,
             "max_queued": engine.max_queued,
+            "slots": engine.slots(),
         }
         return jsonify(state), 200 if engine.state == "ok" else 503
 

@@ -220,7 +220,7 @@ def _closing_frames(exchange: Exchange, events: bool) -> list[dict[str, Any]]:
     if "history_tokens" in extras:
         frames.append(replies.tokens_frame(extras["history_tokens"]))
     if exchange.request.asks("include_usage"):
-        usage = replies.usage(exchange.prompt, exchange.steps)
+        usage = replies.usage(exchange.job, exchange.prompt, exchange.steps)
         frames.append(replies.usage_chunk(exchange.job, exchange.model_id, usage))
     return frames
 
@@ -242,5 +242,5 @@ async def whole(exchange: Exchange, events: bool) -> dict[str, Any]:
         }
         for choice in exchange.choices
     ]
-    usage = replies.usage(exchange.prompt, exchange.steps)
+    usage = replies.usage(exchange.job, exchange.prompt, exchange.steps)
     return replies.completion(exchange.job, exchange.model_id, choices, usage) | exchange.extras(events)

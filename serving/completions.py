@@ -162,10 +162,10 @@ class Completion:
         logprobs = None if self.request.logprobs is None else text.logprobs()
         return {"text": shown, "index": text.index, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """Token counts of all texts, where every prompt counts once."""
         prompts = {id(text.prompt): len(text.prompt.token_ids) for text in self.texts}
-        return replies.usage_of(sum(prompts.values()), sum(len(text.steps) for text in self.texts))
+        return replies.usage_of(self.job, sum(prompts.values()), sum(len(text.steps) for text in self.texts))
 
 
 async def begin(

@@ -1,7 +1,7 @@
-"""The engine thread: the one owner of the model, which runs admitted requests one after the other.
+"""The engine thread: the one owner of the model and its batch, which runs admitted requests in the order they came.
 
 The event loop admits, submits and cancels; the thread loads, computes and sends events back with
-`loop.call_soon_threadsafe`. The set of live jobs belongs to the loop, the model and every JAX call to the thread; what
+`loop.call_soon_threadsafe`. The set of live jobs belongs to the loop, the batch and every JAX call to the thread; what
 both touch are single values of a job (`cancelled`, set by the loop; `running` and what has been computed, set by the
 thread) and the metrics, which lock themselves.
 """
@@ -13,10 +13,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
-from models import KestrelError, LoadedModel, PrefillProgress, Step
+from models import Batch, Generation, KestrelError, LoadedModel, PrefillProgress, Request, Step
 from serving import request_log
 from serving.errors import ApiError, bad_request
 from serving.job import Failure, Job, Work
@@ -26,7 +27,16 @@ from serving.settings import Settings
 
 log = logging.getLogger("kestrel.engine")
 State = Literal["loading", "ok", "draining", "error"]
+ENGINE_FAILED = ApiError(500, "the engine failed on this request", code="engine_error")
 RETRY_SECONDS = {"loading": 5, "draining": 30, "error": 60, "memory": 5}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A job in the batch: the choice that is being generated, and those to come."""
+
+    job: Job
+    left: Iterator[Work]
 
 
 class Engine:
@@ -41,10 +51,15 @@ class Engine:
         self.total_requests = 0
         self.asked_to_stop = asyncio.Event()  # by a signal or a client; who runs the server waits for it
         self.max_queued = settings.max_queued
+        self.batch: Batch | None = None
+        self._settings = settings
+        self._runs: dict[Generation, Run] = {}
         self._min_free_mb = settings.min_free_mb
         self.metrics = Metrics(settings.model_id)
         self.metrics.watch(lambda: self.active, lambda: self.queued)
         self.metrics.watch_state(get_args(State), lambda: self.state)
+        self.metrics.watch_slots(self.slots)
+        self.metrics.watch_pictures(lambda: self._pictures("queries"), lambda: self._pictures("hits"))
         self._load = load
         self._live: set[Job] = set()
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -69,6 +84,16 @@ class Engine:
         """Requests admitted, but not yet being computed."""
         return len(self._live) - self.active
 
+    def slots(self) -> dict[str, int]:
+        """Slots of the cache, how many are in use, and what the others keep for requests to come."""
+        if self.batch is None:
+            return {"total": 0, "running": 0, "kept_tokens": 0}
+        table = self.batch.slots
+        return {"total": len(table.slots), "running": table.running, "kept_tokens": table.kept_tokens}
+
+    def _pictures(self, what: str) -> int:
+        return getattr(self.batch.images, what) if self.batch else 0
+
     def counts(self) -> dict[str, int]:
         """Requests by what became of them, and tokens, since the start."""
         return {
@@ -86,7 +111,7 @@ class Engine:
         """
         if self.state != "ok":
             raise ApiError(503, self._why_not(), code=self.state, retry_after=RETRY_SECONDS[self.state])
-        if self.max_queued and len(self._live) > self.max_queued:
+        if self.max_queued and len(self._live) >= self._settings.batch_max + self.max_queued:
             message = f"{self.queued} requests are waiting, which is the limit; retry later"
             raise ApiError(429, message, code="queue_full", retry_after=1)
         if self._min_free_mb and (free := available_bytes() >> 20) < self._min_free_mb:
@@ -159,9 +184,12 @@ class Engine:
     def _run(self) -> None:
         try:
             self.model = self._load()
+            self.batch = self.model.batch(self._settings.batch_limits(self.model.bytes_per_slot))
             self._tell(self._enter, "ok")
-            while (job := self._queue.get()) is not None:
-                self._serve(job)
+            while self._take_in():
+                self._drop_cancelled()
+                if self._runs:
+                    self._advance()
         except KestrelError as error:  # the model cannot be loaded, for a reason that the user can put right
             log.error("%s", error)
             self._tell(self._enter, "error", str(error))
@@ -176,49 +204,97 @@ class Engine:
         except RuntimeError:
             log.debug("the event loop has ended; %s is dropped", call)
 
-    def _serve(self, job: Job) -> None:
-        """Runs one job to its end, or until nobody waits for it; its failure is its own."""
-        work = job.work
-        if job.cancelled or work is None:
-            return
-        job.running = True
-        last: Step | Failure | None = Failure(ApiError(500, "the engine failed on this request", code="engine_error"))
+    def _take_in(self) -> bool:
+        """Starts waiting jobs as long as the batch has room, and waits for one if nothing runs; False at the end."""
+        while not self.batch.full:
+            try:
+                job = self._queue.get(block=not self._runs)
+            except queue.Empty:
+                return True
+            if job is None:
+                return False
+            work = job.work
+            if not job.cancelled and work is not None:
+                job.running = True
+                job.timing.started = time.monotonic()
+                self._next_choice(Run(job, iter(work)))
+        return True
+
+    def _next_choice(self, run: Run) -> None:
+        """Puts the next choice of a job into the batch; a job that cannot be run ends with the reason."""
+        work = next(run.left)
         try:
-            last = self._generate(job, work)
+            generation = self.batch.join(self._request(work))
         except KestrelError as error:
-            last = Failure(bad_request(str(error)))
+            self._tell(self._end, run.job, Failure(bad_request(str(error))))
+        except Exception as error:
+            self._lose(run, error)
+            self._lose_batch()
+        else:
+            self._runs[generation] = run
+            run.job.reused_tokens = run.job.reused_tokens or generation.reused
+            self.metrics.prompt_reuse(generation.length, generation.reused)
+
+    def _request(self, work: Work) -> Request:
+        return self.model.request(
+            work.prompt, max_tokens=work.max_tokens, stop=work.stop, sampling=work.sampling, owner=work.owner
+        )
+
+    def _drop_cancelled(self) -> None:
+        for generation, run in list(self._runs.items()):
+            if run.job.cancelled:
+                self.batch.leave(generation)
+                del self._runs[generation]
+                self._tell(self._end, run.job, None)
+
+    def _advance(self) -> None:
+        """One step of the batch; if that fails, so do all jobs in it, because they share the cache."""
+        try:
+            items = self.batch.step()
         except Exception:
-            log.exception("request %s failed", job.id)
-        finally:
-            self._tell(self._end, job, last)
+            log.exception("a step of the batch failed")
+            self._lose_batch()
+            return
+        now = time.monotonic()
+        going_on = [run for generation, item in items if (run := self._forward(generation, item, now))]
+        for run in going_on:
+            self._next_choice(run)
 
-    def _generate(self, job: Job, work: Sequence[Work]) -> Step | None:
-        """Delivers all steps but the last, which it returns; None if nobody waits for it."""
-        job.timing.started = time.monotonic()
-        for choice in work[:-1]:
-            last = self._generate_choice(job, choice)
-            if last is None:
-                return None
-            self._tell(job.deliver, last)
-        return self._generate_choice(job, work[-1])
-
-    def _generate_choice(self, job: Job, work: Work) -> Step | None:
-        """The same for one choice."""
-        if job.cancelled:
+    def _forward(self, generation: Generation, item: PrefillProgress | Step | Exception, now: float) -> Run | None:
+        """Notes what a step brought to a job, and tells its client; the job again if its next choice is due."""
+        run = self._runs[generation]
+        job = run.job
+        if isinstance(item, PrefillProgress):
+            job.timing.prefilled = now
             return None
-        items = self.model.stream(work.prompt, max_tokens=work.max_tokens, stop=work.stop, sampling=work.sampling)
-        for item in items:
-            if job.cancelled:
-                return None
-            now = time.monotonic()
-            if isinstance(item, PrefillProgress):
-                job.timing.prefilled = now
-                continue
-            self.metrics.token(job, now)
-            job.generated += 1
-            job.timing.first_token = job.timing.first_token or now
-            job.timing.last_token = now
-            if item.finish_reason is not None:
-                return item
+        if isinstance(item, Exception):
+            del self._runs[generation]
+            self._lose(run, item)
+            return None
+        self.metrics.token(job, now)
+        job.generated += 1
+        job.timing.first_token = job.timing.first_token or now
+        job.timing.last_token = now
+        if item.finish_reason is None:
             self._tell(job.deliver, item)
-        raise RuntimeError("the model ended an answer without a reason")
+            return None
+        del self._runs[generation]
+        job.generated_choices += 1
+        last = job.generated_choices == job.choices
+        self._tell(*((self._end, job, item) if last else (job.deliver, item)))
+        return None if last else run
+
+    def _lose(self, run: Run, error: Exception) -> None:
+        """Ends a job that has failed alone."""
+        if isinstance(error, KestrelError):
+            self._tell(self._end, run.job, Failure(bad_request(str(error))))
+            return
+        log.error("request %s failed", run.job.id, exc_info=error)
+        self._tell(self._end, run.job, Failure(ENGINE_FAILED))
+
+    def _lose_batch(self) -> None:
+        """Ends all jobs in the batch, whose arrays cannot be used any more."""
+        for run in self._runs.values():
+            self._tell(self._end, run.job, Failure(ENGINE_FAILED))
+        self._runs.clear()
+        self.batch.abandon()

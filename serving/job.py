@@ -21,6 +21,7 @@ class Work:
     max_tokens: int
     stop: tuple[str, ...]
     sampling: SamplingParams
+    owner: str = ""  # whose cached tokens it may use
 
 
 @dataclass
@@ -45,8 +46,8 @@ class Failure:
 class Job:
     """A request from its admission to its end. Its events go to a queue of its own, read by its own handler only.
 
-    `generated` counts the tokens of all its `choices`. `finish_reason` (of the last one) or `failure` is set once the
-    request has ended, unless its client left.
+    `generated` counts the tokens of all its `choices`, `reused_tokens` those of its prompt that were in the cache.
+    `finish_reason` (of the last one) or `failure` is set once the request has ended, unless its client left.
     """
 
     def __init__(self) -> None:
@@ -55,8 +56,10 @@ class Job:
         self.timing = Timing()
         self.running = False
         self.prompt_tokens = 0
+        self.reused_tokens = 0
         self.generated = 0
         self.choices = 1
+        self.generated_choices = 0
         self.finish_reason: str | None = None
         self.failure: ApiError | None = None
         self.work: tuple[Work, ...] | None = None

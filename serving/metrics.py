@@ -40,6 +40,10 @@ class Metrics:
         self._model_name = model_name
         self._prompt_tokens = self._new(Counter, "prompt_tokens", "Tokens of prompts, counted at the first token.")
         self._generated = self._new(Counter, "generation_tokens", "Tokens generated, end tokens included.")
+        text = "Tokens of prompts, those included that were in the cache already."
+        self._prefix_queries = self._new(Counter, "prefix_cache_queries", text)
+        text = "Tokens of prompts that were in the cache already."
+        self._prefix_hits = self._new(Counter, "prefix_cache_hits", text)
         text = "Answers that the engine has completed."
         success = self._labelled(Counter, "request_success", text, "finished_reason")
         self._success = {reason: success(reason) for reason in FINISH_REASONS}
@@ -80,6 +84,25 @@ class Metrics:
         series = self._labelled(Gauge, "engine_state", "1 for the state that the engine is in.", "state")
         for state in states:
             series(state).set_function(lambda state=state: current() == state)
+
+    def watch_slots(self, slots: Callable[[], dict[str, int]]) -> None:
+        """Shows the slots of the cache."""
+        for key, text in (
+            ("total", "Slots of the cache."),
+            ("running", "Slots that a request uses."),
+            ("kept_tokens", "Tokens of ended requests that are kept in slots."),
+        ):
+            self._new(Gauge, f"cache_slots_{key}", text).set_function(lambda key=key: slots()[key])
+
+    def watch_pictures(self, queries: Callable[[], int], hits: Callable[[], int]) -> None:
+        """Shows how many pictures requests had, and how many of them had been encoded before."""
+        self._new(Gauge, "mm_cache_queries", "Pictures that were needed.").set_function(queries)
+        self._new(Gauge, "mm_cache_hits", "Pictures that had been encoded already.").set_function(hits)
+
+    def prompt_reuse(self, tokens: int, reused: int) -> None:
+        """Counts a prompt that enters the batch, and how much of it was in the cache."""
+        self._prefix_queries.inc(tokens)
+        self._prefix_hits.inc(reused)
 
     def token(self, job: Job, now: float) -> None:
         """Counts a token generated at `now` (seconds, monotonic); the job's timing still tells of the one before."""

@@ -32,17 +32,18 @@ def _envelope(job: Job, kind: str, model: str) -> dict[str, Any]:
     return {"id": job.id, "object": kind, "created": job.created, "model": model}
 
 
-def usage(prompt: Prompt, steps: Sequence[Step]) -> dict[str, int]:
+def usage(job: Job, prompt: Prompt, steps: Sequence[Step]) -> dict[str, Any]:
     """Token counts; the end token counts as generated, since it took a step."""
-    return usage_of(len(prompt.token_ids), len(steps))
+    return usage_of(job, len(prompt.token_ids), len(steps))
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+def usage_of(job: Job, prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
     """The same from the counts themselves."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": job.reused_tokens},
     }
 
 

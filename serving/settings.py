@@ -9,9 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from models.batch import BatchLimits
 from models.cache import CACHE_TYPES
+from models.inference import CHUNKS
 from models.quantisation import SCHEMES
 
+MOST_ROWS = 32  # up to which a row of a decode step does not depend on the others (`models.layers.DECODE_ROWS`)
+MOST_KEPT = 16  # sequences that are kept for reuse, however small they are
 API_KEY_VARIABLE = "KESTREL_API_KEY"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@*,A-Z]+")
 
@@ -30,6 +34,10 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8000
     max_queued: int = 16
+    batch_max: int = 1
+    prefill_budget: int = 256
+    prefix_cache_mb: int = 512
+    image_cache_mb: int = 128
     min_free_mb: int = 512
     backlog: int = 128
     max_connections: int = 256
@@ -41,6 +49,17 @@ class Settings:
     kestrel_events: bool = False
     api_key: str | None = field(default=None, repr=False)
     allowed_origins: tuple[str, ...] = ()
+
+    def batch_limits(self, bytes_per_slot: int) -> BatchLimits:
+        """What the batch may take on, where the cache of a full context takes `bytes_per_slot`."""
+        kept = min(MOST_KEPT, (self.prefix_cache_mb << 20) // bytes_per_slot)
+        return BatchLimits(
+            rows=self.batch_max,
+            slots=self.batch_max + kept,
+            prefill_budget=self.prefill_budget,
+            image_cache_bytes=self.image_cache_mb << 20,
+            reuse=self.prefix_cache_mb > 0,
+        )
 
 
 def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
@@ -62,6 +81,24 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
     parser.add_argument("--port", type=_port, default=default.port, help="0 takes a free one, which is printed")
     parser.add_argument(
         "--max-queued", type=_count, default=default.max_queued, help="waiting requests; 0 for no limit"
+    )
+    parser.add_argument(
+        "--batch-max", type=_rows, default=default.batch_max, help="requests computed together; 1: one after the other"
+    )
+    parser.add_argument(
+        "--prefill-budget",
+        type=_budget,
+        default=default.prefill_budget,
+        help="tokens of prompts that are computed between two tokens of running requests",
+    )
+    parser.add_argument(
+        "--prefix-cache-mb",
+        type=_count,
+        default=default.prefix_cache_mb,
+        help="MB for what ended requests have computed, so that prompts that begin alike need not be computed again",
+    )
+    parser.add_argument(
+        "--image-cache-mb", type=_count, default=default.image_cache_mb, help="MB for pictures that have been encoded"
     )
     parser.add_argument(
         "--min-free-mb", type=_count, default=default.min_free_mb, help="MB of memory that a request needs; 0: any"
@@ -120,6 +157,20 @@ def _count(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"must not be negative, found {value}")
+    return value
+
+
+def _rows(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= MOST_ROWS:
+        raise argparse.ArgumentTypeError(f"must lie in 1..{MOST_ROWS}, found {value}")
+    return value
+
+
+def _budget(text: str) -> int:
+    value = int(text)
+    if value < CHUNKS[0]:
+        raise argparse.ArgumentTypeError(f"must be at least {CHUNKS[0]}, found {value}")
     return value
 
 

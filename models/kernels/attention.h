@@ -1,4 +1,5 @@
 // Attention of new tokens: norms and rotates their queries and keys, writes keys and values into the cache, and attends.
+// A row of the batch belongs to a slot of the cache, or to none: then it is not computed.
 #pragma once
 
 #include <cmath>
@@ -9,7 +10,7 @@ namespace kestrel {
 
 using Floats = ffi::Buffer<ffi::F32>;
 
-// Keys or values [batch, kv_heads, capacity, head_dim], and if they are int8 their scales [batch, kv_heads, capacity].
+// Keys or values [slots, kv_heads, capacity, head_dim], and if they are int8 their scales [slots, kv_heads, capacity].
 struct Cache {
   CacheType type;
   int64_t bytes;  // of one number
@@ -63,13 +64,15 @@ struct NewTokens {
 
 struct Layer {
   NewTokens fresh;
-  const int32_t* first;
+  const int32_t *slots, *first;
   int64_t capacity;
   Cache keys, values;
 
+  bool empty(int64_t row) const { return slots[row] < 0; }
+
   // The place of a row's position in the cache.
   int64_t line(int64_t row, int64_t kv_head, int64_t position) const {
-    return (row * fresh.kv_heads + kv_head) * capacity + position;
+    return (slots[row] * fresh.kv_heads + kv_head) * capacity + position;
   }
 };
 
@@ -131,22 +134,26 @@ inline void attend(ffi::ThreadPool& pool, const Layer& layer, float scale, float
   constexpr int64_t kTokensAtOnce = 4;
   parallel_for(pool, (tokens + kTokensAtOnce - 1) / kTokensAtOnce, [&](int64_t piece) {
     for (int64_t token = piece * kTokensAtOnce; token < std::min(tokens, (piece + 1) * kTokensAtOnce); ++token)
-      take_token(layer, token / length, token % length, scale, queries + token * width);
+      if (!layer.empty(token / length)) take_token(layer, token / length, token % length, scale, queries + token * width);
   });
   parallel_for(pool, tokens * kv_heads, [&](int64_t item) {
     const int64_t token = item / kv_heads, kv_head = item % kv_heads, row = token / length;
     // Heads of one key/value head are neighbours, so its queries and results are one stretch of memory.
     const int64_t own = kv_head * fresh.group() * fresh.head_dim;
-    attend_head(layer, row, kv_head, layer.first[row] + token % length + 1, queries + token * width + own,
-                y + token * fresh.heads * fresh.head_dim + own);
+    float* out = y + token * fresh.heads * fresh.head_dim + own;
+    if (layer.empty(row)) {
+      std::fill(out, out + fresh.group() * fresh.head_dim, 0.0f);
+      return;
+    }
+    attend_head(layer, row, kv_head, layer.first[row] + token % length + 1, queries + token * width + own, out);
   });
 }
 
-// queries [batch, length, heads, head_dim], keys and values [batch, length, kv_heads, head_dim], and a layer's cache, whose
-// rows hold `first` tokens: query i of a row sees the positions 0 .. first + i.
+// queries [batch, length, heads, head_dim], keys and values [batch, length, kv_heads, head_dim], and a layer's cache. A row's
+// slot, or none if it is negative, holds `first` tokens: query i of the row sees the positions 0 .. first + i.
 inline ffi::Error attention(ffi::ThreadPool pool, Floats queries, Floats keys, Floats values, Floats query_norm,
-                            Floats key_norm, Floats cos, Floats sin, ffi::Buffer<ffi::S32> first,
-                            ffi::RemainingArgs cache, ffi::Result<Floats> y, ffi::RemainingRets changed, float scale,
+                            Floats key_norm, Floats cos, Floats sin, ffi::Buffer<ffi::S32> slots,
+                            ffi::Buffer<ffi::S32> first, ffi::RemainingArgs cache, ffi::Result<Floats> y, ffi::RemainingRets changed, float scale,
                             float eps) {
   Check check;
   check.that(queries.dimensions().size() == 4,
@@ -155,27 +162,31 @@ inline ffi::Error attention(ffi::ThreadPool pool, Floats queries, Floats keys, F
              "keys has shape " + shown(keys.dimensions()) + ", wanted is [batch, length, kv_heads, head_dim]");
   const auto held = cache.get<ffi::AnyBuffer>(0);
   check.that(held.has_value() && held->dimensions().size() == 4,
-             "cached keys should be [batch, kv_heads, capacity, head_dim]");
+             "cached keys should be [slots, kv_heads, capacity, head_dim]");
   if (check.failed()) return check.error();
   const auto shape = queries.dimensions();
   const int64_t batch = shape[0], length = shape[1], heads = shape[2], head_dim = shape[3];
-  const int64_t kv_heads = keys.dimensions()[2], capacity = held->dimensions()[2];
+  const int64_t kv_heads = keys.dimensions()[2], capacity = held->dimensions()[2], all_slots = held->dimensions()[0];
   check.shape("keys", keys, {batch, length, kv_heads, head_dim});
   check.shape("values", values, {batch, length, kv_heads, head_dim});
   check.shape("cos", cos, {batch, length, head_dim / 2});
   check.shape("sin", sin, {batch, length, head_dim / 2});
+  check.shape("slots", slots, {batch});
   check.shape("first", first, {batch});
   check.shape("y", *y, {batch, length, heads * head_dim});
   check.that(head_dim % 2 == 0, "head_dim should be even");
   check.that(kv_heads > 0 && heads % kv_heads == 0, "the number of heads should be a multiple of kv_heads");
   const Norm of_queries = read_norm(check, "query_norm", query_norm, eps, head_dim);
   const Norm of_keys = read_norm(check, "key_norm", key_norm, eps, head_dim);
-  const std::vector<int64_t> wanted = {batch, kv_heads, capacity, head_dim};
+  const std::vector<int64_t> wanted = {all_slots, kv_heads, capacity, head_dim};
   const Cache cached_keys = read_cache(check, 0, "cached keys", wanted, cache, changed);
   const Cache cached_values = read_cache(check, 1, "cached values", wanted, cache, changed);
   check.that(cached_keys.type == cached_values.type, "cached values have another dtype than cached keys");
   for (int64_t row = 0; row < batch && !check.failed(); ++row) {
-    const int64_t begun = first.typed_data()[row];
+    const int64_t begun = first.typed_data()[row], slot = slots.typed_data()[row];
+    if (slot < 0) continue;
+    check.that(slot < all_slots, "slots: row " + std::to_string(row) + " wants slot " + std::to_string(slot) + " of " +
+                                     std::to_string(all_slots));
     check.that(begun >= 0 && begun + length <= capacity,
                "first: row " + std::to_string(row) + " holds " + std::to_string(begun) + " tokens and gets " +
                    std::to_string(length) + ", capacity is " + std::to_string(capacity));
@@ -184,8 +195,12 @@ inline ffi::Error attention(ffi::ThreadPool pool, Floats queries, Floats keys, F
   if (batch * length == 0) return ffi::Error::Success();
   const NewTokens fresh = {batch, length, heads, kv_heads, head_dim, queries.typed_data(), keys.typed_data(),
                            values.typed_data(), of_queries, of_keys, cos.typed_data(), sin.typed_data()};
-  attend(pool, {fresh, first.typed_data(), capacity, cached_keys, cached_values}, scale, y->typed_data());
+  attend(pool, {fresh, slots.typed_data(), first.typed_data(), capacity, cached_keys, cached_values}, scale,
+         y->typed_data());
   return ffi::Error::Success();
 }
+
+// Memory as the allocator gives it: the pages of a large cache are not taken before they are written.
+inline ffi::Error unwritten(ffi::RemainingArgs, ffi::RemainingRets) { return ffi::Error::Success(); }
 
 }  // namespace kestrel

@@ -56,7 +56,7 @@ const Variant& variant() { return *chosen.load(std::memory_order_relaxed); }
 #define KESTREL_EXPORT extern "C" __attribute__((visibility("default")))
 
 // The version of this interface; models/kernels/loader.py refuses another.
-KESTREL_EXPORT int kestrel_version() { return 2; }
+KESTREL_EXPORT int kestrel_version() { return 3; }
 
 // The names of the variants this CPU can run, best first, separated by spaces.
 KESTREL_EXPORT const char* kestrel_variants() {
@@ -132,8 +132,11 @@ KESTREL_HANDLER(kestrel_attention, kestrel::attention,
                     .Arg<ffi::Buffer<ffi::F32>>()
                     .Arg<ffi::Buffer<ffi::F32>>()
                     .Arg<ffi::Buffer<ffi::S32>>()
+                    .Arg<ffi::Buffer<ffi::S32>>()
                     .RemainingArgs()
                     .Ret<ffi::Buffer<ffi::F32>>()
                     .RemainingRets()
                     .Attr<float>("scale")
                     .Attr<float>("eps"))
+
+KESTREL_HANDLER(kestrel_unwritten, kestrel::unwritten, ffi::Ffi::Bind().RemainingArgs().RemainingRets())

@@ -16,8 +16,8 @@ import jax
 from models.errors import KernelError
 from models.kernels.build import build
 
-TARGETS = ("kestrel_matmul", "kestrel_gated_mlp", "kestrel_experts", "kestrel_attention")
-VERSION = 2
+TARGETS = ("kestrel_matmul", "kestrel_gated_mlp", "kestrel_experts", "kestrel_attention", "kestrel_unwritten")
+VERSION = 3
 CHOICE = "KESTREL_KERNELS"
 
 

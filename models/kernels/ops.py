@@ -111,17 +111,19 @@ def cached_attention(
     values: Float[Array, "batch length kv_heads head_dim"],
     norms: tuple[Norm, Norm],
     rotation: Rotation,
+    slots: Int[Array, " batch"],
     first: Int[Array, " batch"],
     layer: LayerCache,
 ) -> tuple[Float[Array, "batch length width"], LayerCache]:
-    """Attention of new tokens to the `first` ones that a row of the cache holds and to themselves, scale
+    """Attention of new tokens to the `first` ones that their row's slot of the cache holds and to themselves, scale
     `head_dim ** -0.5`; and the cache with their keys and values, changed in place where it was donated.
 
-    Queries and keys are normed (`norms`, with one epsilon) and rotated first. Reads no position that is not visible.
+    Queries and keys are normed (`norms`, with one epsilon) and rotated first. Reads no position that is not visible. A
+    row whose slot is negative gives zeros, and changes nothing.
     """
     batch, length, heads, head_dim = queries.shape
     cached, structure = jax.tree.flatten(layer)
-    given = (queries, keys, values, norms[0][0], norms[1][0], *rotation, first)
+    given = (queries, keys, values, norms[0][0], norms[1][0], *rotation, slots, first)
     results = [jax.ShapeDtypeStruct((batch, length, heads * head_dim), jnp.float32)]
     results += [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in cached]
     in_place = {len(given) + index: 1 + index for index in range(len(cached))}
@@ -132,11 +134,19 @@ def cached_attention(
         return tuple(call(*arrays, scale=np.float32(head_dim**-0.5), eps=np.float32(eps)))
 
     def plain(queries: Array, keys: Array, values: Array, query_norm: Array, key_norm: Array, *rest: Array) -> Any:
-        cos, sin, first, *cached = rest
+        cos, sin, slots, first, *cached = rest
         norms = ((query_norm, eps), (key_norm, eps))
         layer = jax.tree.unflatten(structure, cached)
-        mixed, layer = reference.cached_attention(queries, keys, values, norms, (cos, sin), first, layer)
+        mixed, layer = reference.cached_attention(queries, keys, values, norms, (cos, sin), slots, first, layer)
         return mixed, *jax.tree.leaves(layer)
 
     mixed, *cached = _compiled(call, plain, *given, *cached)
     return mixed, jax.tree.unflatten(structure, cached)
+
+
+def unwritten(*arrays: jax.ShapeDtypeStruct) -> list[Array]:
+    """Arrays whose values do not matter, because they are written before they are read: their memory is not touched. In
+    plain JAX, which may multiply what it does not need by zero, they are zeros."""
+    if active_variant() is None:
+        return [jnp.zeros(array.shape, array.dtype) for array in arrays]
+    return list(jax.ffi.ffi_call("kestrel_unwritten", list(arrays))())

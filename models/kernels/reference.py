@@ -140,14 +140,17 @@ def cached_attention(
     values: Float[Array, "batch length kv_heads head_dim"],
     norms: tuple[Norm, Norm],
     rotation: Rotation,
+    slots: Int[Array, " batch"],
     first: Int[Array, " batch"],
     layer: LayerCache,
 ) -> tuple[Float[Array, "batch length width"], LayerCache]:
-    """Attention of new tokens to the `first` ones that a row of the cache holds and to themselves, and the cache with
-    their keys and values. Queries and keys are normed and rotated first."""
+    """Attention of new tokens to the `first` ones that their row's slot holds and to themselves, and the cache with
+    their keys and values. Queries and keys are normed and rotated first. A row whose slot is negative gives zeros."""
     queries, keys = (turned(x, norm, rotation) for x, norm in zip((queries, keys), norms, strict=True))
-    layer = layer.store(keys.swapaxes(1, 2), values.swapaxes(1, 2), first)
-    return attention(queries, layer.keys, layer.values, first, layer.scales), layer
+    layer = layer.store(keys.swapaxes(1, 2), values.swapaxes(1, 2), slots, first)
+    own = LayerCache(*jax.tree.map(lambda array: array[jnp.maximum(slots, 0)], layer))
+    mixed = attention(queries, own.keys, own.values, first, own.scales)
+    return jnp.where((slots >= 0)[:, None, None], mixed, 0.0), layer
 
 
 def attention(

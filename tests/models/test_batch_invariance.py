@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import models
-from models.cache import KVCache, empty_cache
+from models.cache import KVCache, LayerCache, layer_shapes
+from models.config import TextConfig
 from models.model import PRETRAINED, read_config
 from models.network import Network
 
@@ -19,24 +20,36 @@ STEPS = 4
 LENGTHS = (1, 3, 9, 17, 40, 64, 100, 130)
 
 
-def stacked(caches: list[KVCache]) -> KVCache:
-    """One cache with a row per sequence."""
-    return jax.tree.map(lambda *rows: jnp.concatenate(rows), *caches)
+def empty(text: TextConfig, kv: str) -> KVCache:
+    """A cache of one slot."""
+    layer = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), layer_shapes(text, 1, CAPACITY, kv))
+    return KVCache((layer,) * text.layers, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
+
+
+def stacked(caches: list[KVCache], order: np.ndarray) -> KVCache:
+    """One cache with a row per sequence, whose slots are in another order."""
+    layers = jax.tree.map(lambda *rows: jnp.concatenate(rows), *(cache.layers for cache in caches))
+    length = jnp.concatenate([caches[row].length for row in order])
+    return KVCache(layers, jnp.asarray(order, jnp.int32), length)
+
+
+def more(cache: KVCache, layers: tuple[LayerCache, ...], tokens: int) -> KVCache:
+    return KVCache(layers, cache.slots, cache.length + tokens)
 
 
 def decode(network: Network, cache: KVCache, tokens: np.ndarray) -> tuple[jax.Array, KVCache]:
     """Logits `[batch, vocab]` after one more token per row."""
     positions = jnp.broadcast_to(cache.length[None, :, None], (3, len(tokens), 1))
-    hidden, cache = network(jnp.asarray(tokens)[:, None], positions, cache, None)
-    return network.logits(hidden[:, 0]), cache.advance(jnp.ones(len(tokens), jnp.int32))
+    hidden, after = network(jnp.asarray(tokens)[:, None], positions, cache, None)
+    return network.logits(hidden[:, 0]), more(cache, after.layers, 1)
 
 
 def prefill(network: Network, cache: KVCache, tokens: np.ndarray) -> KVCache:
     """The cache with a prompt in it."""
     length = len(tokens)
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (3, 1, length))
-    _, cache = network(jnp.asarray(tokens)[None], positions, cache, None)
-    return cache.advance(jnp.full(1, length, jnp.int32))
+    _, after = network(jnp.asarray(tokens)[None], positions, cache, None)
+    return more(cache, after.layers, length)
 
 
 @pytest.mark.parametrize("name", ["tiny-vl", "tiny-moe"])
@@ -49,19 +62,19 @@ def test_rows_decoded_together_equal_rows_decoded_alone(name, quant):
     kv = "float32" if quant is None else "int8"
     prompts = [random.integers(0, text.vocab, length, np.int32) for length in LENGTHS]
     step = jax.jit(lambda cache, tokens: decode(network, cache, tokens))
-    alone = [prefill(network, empty_cache(text, 1, CAPACITY, kv), prompt) for prompt in prompts]
+    alone = [prefill(network, empty(text, kv), prompt) for prompt in prompts]
     order = random.permutation(len(prompts))
-    together = stacked([alone[row] for row in order])
+    together = stacked(alone, order)
     for _ in range(STEPS):
         tokens = random.integers(0, text.vocab, len(prompts), np.int32)
         again, _ = step(together, tokens[order])
         logits, together = step(together, tokens[order])
         np.testing.assert_array_equal(again, logits)
-        for slot, row in enumerate(order):
+        for place, row in enumerate(order):
             own, alone[row] = step(alone[row], tokens[row : row + 1])
-            np.testing.assert_array_equal(own[0], logits[slot], err_msg=f"row of length {LENGTHS[row]}")
-            for kept, shared in zip(jax.tree.leaves(alone[row]), jax.tree.leaves(together), strict=True):
-                np.testing.assert_array_equal(kept[0], shared[slot])
+            np.testing.assert_array_equal(own[0], logits[place], err_msg=f"row of length {LENGTHS[row]}")
+            for kept, shared in zip(jax.tree.leaves(alone[row].layers), jax.tree.leaves(together.layers), strict=True):
+                np.testing.assert_array_equal(kept[0], shared[row])
 
 
 DIGEST = """

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.cache import CACHE_TYPES, KVCache, empty_cache, grow_cache
+from models.cache import CACHE_TYPES, COPIED_TOKENS, LayerCache, bytes_per_token, copy_prefix, layer_shapes
 from models.config import parse_config
 from models.presets import preset
 
@@ -15,58 +15,54 @@ HALF_STEP = {"float32": 0.0, "bfloat16": 2.0**-8, "int8": 0.5 / 127 * (1 + 1e-5)
 
 
 def new_tokens(length: int, seed: int) -> jax.Array:
-    """Keys or values of very different sizes, one of them all zeros."""
+    """Keys or values of three rows, of very different sizes, one of them all zeros."""
     random = np.random.default_rng(seed)
-    shape = (2, CONFIG.kv_heads, length, CONFIG.head_dim)
+    shape = (3, CONFIG.kv_heads, length, CONFIG.head_dim)
     values = random.standard_normal(shape) * np.exp(3 * random.standard_normal((*shape[:3], 1)))
     values[0, 1, 0] = 0
     return jnp.asarray(values, jnp.float32)
 
 
-def stored(cache: KVCache, layer: int, keys: jax.Array, values: jax.Array) -> KVCache:
-    """The cache with new tokens in one layer."""
-    return cache.with_layer(layer, cache.layers[layer].store(keys, values, cache.length))
+def zeros(slots: int, capacity: int, dtype: str) -> LayerCache:
+    shapes = layer_shapes(CONFIG, slots, capacity, dtype)
+    return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), shapes)
 
 
 @pytest.mark.parametrize("dtype", CACHE_TYPES)
 def test_stored_tokens_come_back_within_half_a_step(dtype):
-    cache = empty_cache(CONFIG, 2, 16, dtype).advance(jnp.asarray([3, 7], jnp.int32))
     keys, values = new_tokens(4, 1), new_tokens(4, 2)
-    cache = stored(cache, 5, keys, values).advance(jnp.asarray([4, 4], jnp.int32))
-    stored_keys, stored_values, scales = cache.layers[5]
-    assert stored_keys.dtype == stored_values.dtype == jnp.dtype(dtype)
-    assert len(scales) == (2 if dtype == "int8" else 0)
-    np.testing.assert_array_equal(cache.length, [7, 11])
-    for index, (kept, new) in enumerate(((stored_keys, keys), (stored_values, values))):
-        found = np.asarray(kept, np.float32) * (np.asarray(scales[index])[..., None] if scales else 1)
-        for row, start in enumerate((3, 7)):
+    places = {2: (0, 3), 0: (2, 7)}  # slot: row and first position; the row between them is in no slot
+    layer = zeros(3, 16, dtype).store(keys, values, jnp.asarray([2, -1, 0]), jnp.asarray([3, 5, 7]))
+    assert layer.keys.dtype == layer.values.dtype == jnp.dtype(dtype)
+    assert len(layer.scales) == (2 if dtype == "int8" else 0)
+    for index, (kept, new) in enumerate(((layer.keys, keys), (layer.values, values))):
+        found = np.asarray(kept, np.float32) * (np.asarray(layer.scales[index])[..., None] if layer.scales else 1)
+        assert not found[1].any()
+        for slot, (row, start) in places.items():
             largest = np.abs(new[row]).max(axis=-1, keepdims=True)
-            assert (np.abs(found[row, :, start : start + 4] - new[row]) <= HALF_STEP[dtype] * largest).all()
-            assert not found[row, :, :start].any()
-            assert not found[row, :, start + 4 :].any()
+            assert (np.abs(found[slot, :, start : start + 4] - new[row]) <= HALF_STEP[dtype] * largest).all()
+            assert not found[slot, :, :start].any()
+            assert not found[slot, :, start + 4 :].any()
 
 
 @pytest.mark.parametrize("dtype", CACHE_TYPES)
-def test_growing_keeps_everything(dtype):
-    cache = stored(empty_cache(CONFIG, 2, 8, dtype), 0, new_tokens(4, 1), new_tokens(4, 2))
-    cache = cache.advance(jnp.asarray([4, 2], jnp.int32))
-    grown = grow_cache(cache, 24)
-    assert grown.capacity == 24
-    np.testing.assert_array_equal(grown.length, cache.length)
-    for before, after in zip(jax.tree.leaves(cache), jax.tree.leaves(grown), strict=True):
-        if before.ndim > 1:
-            np.testing.assert_array_equal(after[:, :, :8], before)
-            assert not np.asarray(after[:, :, 8:], np.float32).any()
+@pytest.mark.parametrize("tokens", [1, COPIED_TOKENS, COPIED_TOKENS + 1])
+def test_a_prefix_is_copied_from_slot_to_slot_and_nothing_else_changes(dtype, tokens):
+    random = np.random.default_rng(0)
+    layers = tuple(
+        jax.tree.map(lambda array: jnp.asarray(random.integers(-9, 9, array.shape), array.dtype), shapes)
+        for shapes in (layer_shapes(CONFIG, 3, 3 * COPIED_TOKENS, dtype),) * 2
+    )
+    before = jax.tree.map(np.asarray, layers)
+    copied = copy_prefix(layers, *(jnp.int32(number) for number in (2, 0, tokens)))
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(copied), strict=True):
+        np.testing.assert_array_equal(new[0, :, :tokens], old[2, :, :tokens])
+        np.testing.assert_array_equal(new[0, :, 2 * COPIED_TOKENS :], old[0, :, 2 * COPIED_TOKENS :])
+        np.testing.assert_array_equal(new[1:], old[1:])
 
 
-def test_storing_into_one_layer_leaves_the_others():
-    cache = empty_cache(CONFIG, 2, 8, "int8")
-    changed = stored(cache, 1, new_tokens(2, 1), new_tokens(2, 2))
-    for layer in range(CONFIG.layers):
-        same = all(
-            np.array_equal(before, after)
-            for before, after in zip(
-                jax.tree.leaves(cache.layers[layer]), jax.tree.leaves(changed.layers[layer]), strict=True
-            )
-        )
-        assert same == (layer != 1)
+def test_memory_of_a_token():
+    values = 2 * 28 * 8 * 128
+    assert bytes_per_token(CONFIG, "float32") == 4 * values
+    assert bytes_per_token(CONFIG, "bfloat16") == 2 * values
+    assert bytes_per_token(CONFIG, "int8") == values + 2 * 28 * 8 * 4

@@ -6,31 +6,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.generation import Request, Step, generate
-from models.inference import CHUNKS, VisualFeatures, capacities, capacity_for, plan_chunks
+from models.batch import Batch, BatchLimits
+from models.generation import Request, Step
+from models.images import VisionInput
+from models.inference import CHUNKS, VisualFeatures, capacity_for, plan_chunks, row_buckets
 from models.positions import rope_positions
-from models.sampling import SamplingParams, start_sampling
+from models.sampling import SamplingParams
 from models.switches import Switches
 
 from .conftest import IMAGE
 
 
-@given(st.integers(1, 5000))
-def test_chunks_cover_the_prompt_and_stay_inside_the_cache(length):
-    chunks = list(plan_chunks(length))
-    assert [chunk.start for chunk in chunks] == [0, *np.cumsum([chunk.tokens for chunk in chunks])[:-1]]
-    assert sum(chunk.tokens for chunk in chunks) == length
+@given(st.integers(1, 5000), st.integers(0, 5000), st.sampled_from(CHUNKS))
+def test_chunks_cover_the_rest_of_the_prompt_and_stay_inside_the_cache(length, start, largest):
+    start = min(start, length - 1)
+    chunks = list(plan_chunks(length, start, largest))
+    ends = start + np.cumsum([chunk.tokens for chunk in chunks])
+    assert [chunk.start for chunk in chunks] == [start, *ends[:-1]]
+    assert ends[-1] == length
     for chunk in chunks:
         assert chunk.bucket in CHUNKS
+        assert chunk.bucket <= largest
         assert chunk.start + chunk.bucket <= capacity_for(length)
     padding = sum(chunk.bucket - chunk.tokens for chunk in chunks)
-    assert padding <= max(CHUNKS[0], length / 3)
+    assert padding <= max(CHUNKS[0], (length - start) / 3)
 
 
-def test_capacities_double_up_to_the_context():
-    assert capacities(2048) == [256, 512, 1024, 2048]
-    assert capacities(300) == [256, 512]
-    assert capacity_for(257) == 512
+def test_batches_grow_by_doubling():
+    assert row_buckets(1) == [1]
+    assert row_buckets(8) == [1, 2, 4, 8]
+    assert row_buckets(6) == [1, 2, 4, 6]
 
 
 class Silent:
@@ -48,27 +53,31 @@ def picture_prompt(length: int, seed: int = 1):
     random = np.random.default_rng(seed)
     ids = random.integers(0, 280, length).astype(np.int32)
     ids[5:11] = IMAGE
-    return ids, [(random.standard_normal((24, 1536)).astype(np.float32), (1, 4, 6))]
+    return ids, [VisionInput(random.standard_normal((24, 1536)).astype(np.float32), (1, 4, 6), "image")]
 
 
-def run(inference, ids, visuals, tokens=20, sampling=None, context=1024):
-    request = Request(ids, visuals, tokens, frozenset(), sampling or SamplingParams())
-    return [item for item in generate(inference, request, context, Silent()) if isinstance(item, Step)]
+def run(inference, ids, visuals, tokens=20, sampling=None, context=1024, end_tokens=frozenset()):
+    batch = Batch(inference, context, BatchLimits())
+    batch.join(Request(ids, visuals, tokens, end_tokens, sampling or SamplingParams(), Silent()))
+    steps = []
+    while batch.running:
+        steps += [item for _, item in batch.step() if isinstance(item, Step)]
+    return steps
 
 
 def score(inference, ids, visuals) -> np.ndarray:
-    positions, _ = rope_positions(ids, [grid for _, grid in visuals], inference.config, Switches())
-    visual = VisualFeatures.join([inference.encode(*picture) for picture in visuals])
-    cache, rows = inference.empty_cache(len(ids)), []
+    positions, _ = rope_positions(ids, [visual.grid for visual in visuals], inference.config, Switches())
+    seen = VisualFeatures.join([inference.encode(visual.patches, visual.grid) for visual in visuals])
+    layers, rows = inference.new_cache(1, len(ids)), []
     for chunk in plan_chunks(len(ids)):
-        logits, cache = inference.score(cache, chunk, ids, positions, visual)
+        logits, layers = inference.score(layers, 0, chunk, ids, positions, seen)
         rows.append(logits)
     return np.concatenate(rows)
 
 
 @pytest.mark.parametrize("length", [11, 16, 70, 250, 300])
 def test_decoding_agrees_with_one_pass_over_the_whole_text(vl_inference, length):
-    """Through chunk borders (70, 300) and a growing cache (250 + 20 > 256), with the picture's delta carried on."""
+    """Through chunk borders (70, 300), with the picture's delta carried on."""
     ids, visuals = picture_prompt(length)
     steps = run(vl_inference, ids, visuals)
     whole = np.concatenate([ids, [step.token_id for step in steps]]).astype(np.int32)
@@ -89,8 +98,7 @@ def test_the_last_step_says_why_and_the_context_is_a_limit(vl_inference):
 def test_an_end_token_stops_with_no_text(vl_inference):
     ids, visuals = picture_prompt(40)
     first = run(vl_inference, ids, visuals, 2)[1].token_id
-    request = Request(ids, visuals, 50, frozenset({first}), SamplingParams())
-    steps = [item for item in generate(vl_inference, request, 1024, Silent()) if isinstance(item, Step)]
+    steps = run(vl_inference, ids, visuals, 50, end_tokens=frozenset({first}))
     assert (steps[-1].token_id, steps[-1].finish_reason, steps[-1].text) == (first, "stop", "")
 
 
@@ -103,9 +111,8 @@ def test_repeated_requests_are_independent(vl_inference):
 
 
 def test_after_warm_up_nothing_compiles(vl_inference):
-    """200 prompt lengths, 10 picture sizes, greedy and sampled, with answers that outgrow the cache."""
-    state = start_sampling([(SamplingParams(), np.zeros(1, np.int32))], 300)
-    vl_inference.compile(512, 100, state, None)
+    """200 prompt lengths, 10 picture sizes, greedy and sampled."""
+    vl_inference.compile(512, 100)
     compiled = []
 
     def listen(event: str, duration: float, **_: object) -> None:
@@ -122,7 +129,7 @@ def test_after_warm_up_nothing_compiles(vl_inference):
             ids = np.full(2 * width + 230, IMAGE, np.int32)
             ids[2 * width :] = 7
             patches = np.ones((8 * width, 1536), np.float32)
-            run(vl_inference, ids, [(patches, grid)], 20, None, 512)
+            run(vl_inference, ids, [VisionInput(patches, grid, "image")], 20, None, 512)
     finally:
         jax.monitoring.clear_event_listeners()
     assert compiled == []

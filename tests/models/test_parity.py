@@ -19,7 +19,7 @@ from experiments.parity import (
     measure_control,
     read_reference,
 )
-from models import LoadedModel, Prompt, SamplingParams, Step, Switches
+from models import LoadedModel, Prompt, Switches
 from models.config import parse_config
 from models.images import VisionInput
 from models.positions import rope_positions
@@ -75,12 +75,11 @@ def images_model() -> LoadedModel:
 
 
 def stream_tokens(model: LoadedModel, reference: Reference) -> list[int]:
-    return [item.token_id for item in start_stream(model, reference) if isinstance(item, Step)]
+    return [step.token_id for step in model.generate(prompt_of(reference), max_tokens=48)]
 
 
-def start_stream(model: LoadedModel, reference: Reference):
-    prompt = Prompt(reference.token_ids, tuple(in_order(reference)))
-    return model.stream(prompt, max_tokens=48, sampling=SamplingParams())
+def prompt_of(reference: Reference) -> Prompt:
+    return Prompt(reference.token_ids, tuple(in_order(reference)))
 
 
 @pytest.mark.parametrize("case", ["vl_images", "vl_video"])
@@ -121,10 +120,11 @@ def test_interleaved_requests_do_not_mix(images_model):
     other = one_picture(reference, 1)
     alone = stream_tokens(images_model, other)
     tokens = ([], [])
-    for items in zip_longest(start_stream(images_model, reference), start_stream(images_model, other)):
-        for found, item in zip(tokens, items, strict=True):
-            if isinstance(item, Step):
-                found.append(item.token_id)
+    streams = [images_model.generate(prompt_of(asked), max_tokens=48) for asked in (reference, other)]
+    for steps in zip_longest(*streams):
+        for found, step in zip(tokens, steps, strict=True):
+            if step is not None:
+                found.append(step.token_id)
     assert tokens == (reference.greedy, alone)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from models.errors import ConfigError
-from models.sampling import SamplingParams, sample, start_sampling
+from models.sampling import SamplingParams, sample, seated, start_sampling
 
 VOCAB = 50
 
@@ -15,10 +15,10 @@ def draw(logits: np.ndarray, *params: SamplingParams, prompts=None, steps: int =
     """`steps` draws per row from unchanging logits `[batch, vocab]`; tokens `[steps, batch]` and the last `Sampled`."""
     prompts = prompts or [np.zeros(0, np.int64)] * len(params)
     state = start_sampling(list(zip(params, prompts, strict=True)), logits.shape[1])
-    step = jax.jit(sample)
+    step, slots = jax.jit(sample), jnp.arange(len(params), dtype=jnp.int32)
     tokens = []
     for _ in range(steps):
-        sampled, state = step(jnp.asarray(logits, jnp.float32), state)
+        sampled, state = step(jnp.asarray(logits, jnp.float32), state, slots)
         tokens.append(np.asarray(sampled.token))
     return np.array(tokens), sampled
 
@@ -143,3 +143,22 @@ def test_values_out_of_range_are_refused(params, message):
 def test_a_bias_outside_the_vocabulary_is_refused():
     with pytest.raises(ConfigError, match=r"token 50; the vocabulary has ids 0\.\.49"):
         start_sampling([(SamplingParams(logit_bias={50: 1.0}), np.zeros(1, np.int64))], VOCAB)
+
+
+def test_rows_take_the_parameters_of_their_slots_and_empty_rows_change_none():
+    random = np.random.default_rng(3)
+    logits = jnp.asarray(random.standard_normal((3, VOCAB)), jnp.float32)
+    own = [SamplingParams(), SamplingParams(temperature=1.5, seed=4), SamplingParams(presence_penalty=2, seed=5)]
+    nothing = np.zeros(0, np.int64)
+    state = start_sampling([(SamplingParams(), nothing)] * 5, VOCAB)
+    for slot, params in zip((4, 0, 2), own, strict=True):
+        row = start_sampling([(params, nothing)], VOCAB)
+        state = jax.jit(seated)(state, row, jnp.int32(slot))
+    slots = jnp.asarray([4, 0, 2, -1], jnp.int32)
+    for _ in range(6):
+        sampled, state = jax.jit(sample)(logits[jnp.asarray([0, 1, 2, 0])], state, slots)
+    alone, last = draw(np.asarray(logits), *own, steps=6)
+    assert sampled.token[:3].tolist() == alone[-1].tolist()
+    np.testing.assert_array_equal(sampled.logprob[:3], last.logprob)
+    assert state.step.tolist() == [6, 0, 6, 0, 6]
+    assert state.counts.sum(axis=1).tolist() == [6, 0, 6, 0, 6]

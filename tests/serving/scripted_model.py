@@ -1,5 +1,5 @@
 """A model whose answers and pace a test decides: the parts around the engine are the product's own, only the network is
-not there. It has the interface of `models.LoadedModel`."""
+not there. It has the interface of `models.LoadedModel`, and its batch that of `models.Batch`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from models import PrefillProgress, Prompt, SamplingParams, Step
+import numpy as np
+
+from models import BatchLimits, PrefillProgress, Prompt, Request, SamplingParams, Step
 from models.chat_template import default_chat_template
 from models.generation import check_room
+from models.image_cache import ImageCache
 from models.images import ImageProcessor
 from models.prompt import IMAGE_PAD, VIDEO_PAD, VISION_END, VISION_START, PromptBuilder
 from models.sampling import check_bias
+from models.slots import Slot, SlotTable
 from models.text_stream import TextStream
 from models.tokenizer import BYTE_OF_CHARACTER, Tokenizer
 
@@ -108,12 +112,25 @@ class ScriptedModel:
     def check_sampling(self, sampling: SamplingParams) -> None:
         check_bias(sampling.logit_bias, VOCAB)
 
-    def stream(
-        self, prompt: Prompt, *, max_tokens: int, stop: tuple[str, ...], sampling: SamplingParams
-    ) -> Iterator[PrefillProgress | Step]:
+    @property
+    def bytes_per_slot(self) -> int:
+        return 2**20
+
+    def request(
+        self, prompt: Prompt, *, max_tokens: int, stop: tuple[str, ...], sampling: SamplingParams, owner: str
+    ) -> Request:
+        pieces = TextStream(self.tokenizer, stop)
+        return Request(prompt.token_ids, prompt.visuals, max_tokens, frozenset([END]), sampling, pieces, owner)
+
+    def batch(self, limits: BatchLimits) -> ScriptedBatch:
+        return ScriptedBatch(self, limits)
+
+    def items(self, request: Request) -> Iterator[Any]:
+        """What a request brings, one after the other."""
         self.threads.add(threading.get_ident())
-        self.sampling.append(sampling)
-        return self._items(prompt, max_tokens, TextStream(self.tokenizer, stop), sampling)
+        self.sampling.append(request.sampling)
+        prompt = Prompt(request.token_ids, tuple(request.visuals))
+        return self._items(prompt, request.max_tokens, request.pieces, request.sampling)
 
     def _items(self, prompt: Prompt, max_tokens: int, pieces: TextStream, sampling: SamplingParams) -> Iterator[Any]:
         ended = False
@@ -148,3 +165,61 @@ class ScriptedModel:
         if reason and not pieces.stopped:
             text += pieces.finish()
         return Step(token, text, -0.25, 1.0, self.top[: sampling.top_logprobs], reason)
+
+
+@dataclass(eq=False)
+class ScriptedGeneration:
+    """One request in the batch."""
+
+    items: Iterator[Any]
+    slot: Slot
+    length: int
+    reused: int
+
+
+class ScriptedBatch:
+    """Takes one item from each request per step. Nothing is kept in its slots but keys."""
+
+    def __init__(self, model: ScriptedModel, limits: BatchLimits) -> None:
+        self.limits = limits
+        self.images = ImageCache(0)
+        self.slots = SlotTable(
+            limits.slots, model.max_context, reuse=limits.reuse, row_by_row=True, largest_chunk=limits.largest_chunk
+        )
+        self.running: list[ScriptedGeneration] = []
+        self._model = model
+
+    @property
+    def full(self) -> bool:
+        return len(self.running) == self.limits.rows
+
+    def join(self, request: Request) -> ScriptedGeneration:
+        slot = self.slots.take(request.token_ids.astype(np.int64), request.owner).slot
+        reused = slot.held
+        slot.take_in(request.token_ids[slot.held :].astype(np.int64))
+        items = self._model.items(request)
+        self.running.append(ScriptedGeneration(items, slot, len(request.token_ids), reused))
+        return self.running[-1]
+
+    def leave(self, generation: ScriptedGeneration) -> None:
+        if generation in self.running:
+            self.running.remove(generation)
+            self.slots.release(generation.slot)
+            generation.items.close()
+
+    def abandon(self) -> None:
+        for generation in list(self.running):
+            self.leave(generation)
+
+    def step(self) -> list[tuple[ScriptedGeneration, Any]]:
+        items = []
+        for generation in list(self.running):
+            try:
+                item = next(generation.items)
+            except Exception as error:
+                self.leave(generation)
+                item = error
+            items.append((generation, item))
+            if isinstance(item, Step) and item.finish_reason is not None:
+                self.leave(generation)
+        return items

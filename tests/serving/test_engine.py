@@ -190,3 +190,79 @@ async def test_frames_are_sent_at_once(server):
     assert connections
     assert all(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for connection in connections)
     writer.close()
+
+
+async def test_requests_of_a_batch_run_together_and_do_not_mix():
+    async with scripted_server(ScriptedModel(pace=0.001), batch_max=3, max_queued=20) as server:
+        words = [f"code word {number}" * 3 for number in range(9)]
+        most = 0
+
+        async def watch() -> None:
+            nonlocal most
+            while True:
+                most = max(most, server.engine.active)
+                await asyncio.sleep(0)
+
+        watching = asyncio.create_task(watch())
+        assert await asyncio.gather(*(ask(server, word) for word in words)) == words
+        watching.cancel()
+        assert most == 3
+        await server.idle()
+        assert (await server.client.get("/health")).json()["slots"]["running"] == 0
+
+
+async def test_a_batch_takes_as_many_as_it_has_room_for_and_the_queue_as_many_more():
+    async with scripted_server(batch_max=2, max_queued=1) as server:
+        server.model.gate.clear()
+        running = [asyncio.create_task(ask(server, word)) for word in ("one", "two", "three")]
+        await server.until(lambda: server.engine.active + server.engine.queued == 3 and server.model.prepared == 3)
+        refused = await server.client.post(COMPLETIONS, json=body("more"))
+        assert refused.status_code == 429
+        server.model.gate.set()
+        assert await asyncio.gather(*running) == ["one", "two", "three"]
+
+
+async def test_leaving_a_batch_frees_a_place_and_disturbs_nobody():
+    async with scripted_server(ScriptedModel(pace=0.002), batch_max=2) as server:
+        leaver = asyncio.create_task(ask(server, "x" * 4000))
+        stayer = asyncio.create_task(ask(server, "y" * 200))
+        await server.until(lambda: server.engine.active == 2)
+        leaver.cancel()
+        third = asyncio.create_task(ask(server, "z" * 50))
+        assert await third == "z" * 50
+        assert await stayer == "y" * 200
+        await server.idle()
+        assert server.model.dropped == 1
+
+
+async def test_a_step_of_the_batch_that_fails_ends_what_is_in_it(server, monkeypatch, caplog):
+    running = await start(server, "first")
+    step = type(server.engine.batch).step
+
+    def fail(batch) -> list:
+        monkeypatch.setattr(type(batch), "step", step)
+        raise RuntimeError("the cache is gone")
+
+    monkeypatch.setattr(type(server.engine.batch), "step", fail)
+    server.model.gate.set()
+    assert (await running).endswith("[the engine failed on this request]")
+    assert await ask(server, "second") == "second"
+    assert "the cache is gone" in caplog.text
+
+
+async def test_choices_of_a_request_run_one_after_the_other_in_a_batch():
+    async with scripted_server(batch_max=3) as server:
+        response = await server.client.post(COMPLETIONS, json=body("abc", n=3))
+        assert [choice["message"]["content"] for choice in response.json()["choices"]] == ["abc"] * 3
+        usage = response.json()["usage"]
+        assert usage["completion_tokens"] == 3 * 4
+
+
+async def test_usage_tells_what_was_in_the_cache(server):
+    question = "a question that is long enough to be worth it"
+    first = (await server.client.post(COMPLETIONS, json=body(question))).json()["usage"]
+    second = (await server.client.post(COMPLETIONS, json=body(question))).json()["usage"]
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["prompt_tokens_details"]["cached_tokens"] == second["prompt_tokens"] - 1
+    metrics = (await server.client.get("/metrics")).text
+    assert f'prefix_cache_hits_total{{model_name="scripted"}} {second["prompt_tokens"] - 1}.0' in metrics

@@ -71,13 +71,14 @@ def call_attention(random: np.random.Generator) -> None:
     """Attention over caches of every type."""
     batch, length, kv_heads, group, half_dim, held = (int(random.integers(1, high)) for high in (4, 4, 3, 4, 40, 600))
     head_dim = 2 * half_dim
-    layer = random_cache(random, str(random.choice(CACHE_TYPES)), (batch, kv_heads, held + length, head_dim))
+    layer = random_cache(random, str(random.choice(CACHE_TYPES)), (batch + 1, kv_heads, held + length, head_dim))
+    slots = (random.permutation(batch + 2)[:batch] - 1).astype(np.int32)  # one of them may be -1, an empty row
     first = random.integers(0, held + 1, batch).astype(np.int32)
     heads = (kv_heads * group, kv_heads, kv_heads)
     fresh = [random_rows(random, batch, length, count, head_dim) for count in heads]
     norms = (random_norm(random, head_dim), random_norm(random, head_dim))
     rotation = tuple(random_rows(random, batch, length, half_dim) for _ in range(2))
-    for array in jax.tree.leaves(ops.cached_attention(*fresh, norms, rotation, first, layer)):
+    for array in jax.tree.leaves(ops.cached_attention(*fresh, norms, rotation, slots, first, layer)):
         np.asarray(array)
 
 

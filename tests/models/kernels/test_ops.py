@@ -11,6 +11,12 @@ from models.cache import CACHE_TYPES, LayerCache
 from models.kernels import ops, reference
 from tests.models.kernels.stored import FORMATS, random_cache, random_rows, random_weight
 
+# Compiled once per shape rather than operation by operation, which takes most of the time of these tests.
+reference_matmul = jax.jit(reference.matmul, static_argnums=3)
+reference_gated_mlp = jax.jit(reference.gated_mlp, static_argnums=5)
+reference_experts = jax.jit(reference.experts, static_argnums=5)
+reference_attention = jax.jit(reference.cached_attention)
+reference_norm = jax.jit(reference.rms_norm)
 SHAPES = ((8, 32), (1, 1), (24, 96), (7, 33), (40, 2048), (130, 70))
 
 
@@ -32,7 +38,7 @@ def test_matmul_equals_the_reference(variant, format, outputs, inputs, rows):
     weight = random_weight(random, format, outputs, inputs)
     x = jnp.asarray(random_rows(random, rows, inputs))
     [found] = matmul(x, [weight], [outputs])
-    close(found, reference.matmul(x, *weight, outputs))
+    close(found, reference_matmul(x, *weight, outputs))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -74,7 +80,7 @@ def test_activations_of_any_size(variant, amount):
     weight = random_weight(random, "q8", 16, 64)
     x = jnp.asarray(random.uniform(-1, 1, (2, 64)).astype(np.float32) * np.float32(amount))
     [found] = matmul(x, [weight], [16])
-    close(found, reference.matmul(x, *weight, 16))
+    close(found, reference_matmul(x, *weight, 16))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -87,7 +93,7 @@ def test_experts_equal_the_reference(variant, format, hidden, intermediate):
     ids = jnp.asarray([random.permutation(6)[:3] for _ in range(7)], jnp.int32)
     shares = jnp.asarray(random.uniform(size=(7, 3)), jnp.float32)
     found = ops.experts(x, ids, shares, gate_up, down, intermediate)
-    wanted = reference.experts(x, ids, shares, gate_up, down, intermediate)
+    wanted = reference_experts(x, ids, shares, gate_up, down, intermediate)
     # The inner activations are rounded to whole numbers once more: one of them may fall to the other side.
     close(found, wanted, 1e-2 if format in ("q4", "q8") else 1e-5)
     assert np.median(np.abs(found - wanted)) < 1e-5 * np.max(np.abs(wanted))
@@ -105,7 +111,7 @@ def test_a_norm_comes_before_the_product(variant, format, size):
     norm = (jnp.asarray(random.uniform(0.5, 2, size), jnp.float32), 1e-6)
     x = jnp.asarray(random_rows(random, 5, size))
     [found] = matmul(x, [weight], [24], norm)
-    wanted = reference.matmul(reference.rms_norm(x, norm), *weight, 24)
+    wanted = reference_matmul(reference_norm(x, norm), *weight, 24)
     # An activation of quantised weights may be rounded to the other side.
     close(found, wanted, 1e-2 if format in ("q4", "q8") else 1e-5)
     assert np.median(np.abs(found - wanted)) < 1e-5 * np.max(np.abs(wanted))
@@ -120,7 +126,7 @@ def test_gated_mlp_equals_the_reference(variant, format, hidden, intermediate):
     norm = (jnp.asarray(random.uniform(0.5, 2, hidden), jnp.float32), 1e-6)
     x = jnp.asarray(random_rows(random, 9, hidden))
     found = ops.gated_mlp(x, norm, gate, up, down, intermediate)
-    wanted = reference.gated_mlp(x, norm, gate, up, down, intermediate)
+    wanted = reference_gated_mlp(x, norm, gate, up, down, intermediate)
     close(found, wanted, 2e-2 if format in ("q4", "q8") else 1e-5)
     assert np.median(np.abs(found - wanted)) < 1e-4 * np.max(np.abs(wanted))
     for row in range(9):
@@ -146,16 +152,22 @@ def new_tokens(random, batch, length, heads, kv_heads, head_dim):
     return queries, keys, values, norms, (jnp.cos(angles), jnp.sin(angles))
 
 
+def attend(fresh, first, layer, slots=None, attention=ops.cached_attention):
+    """Attention of new tokens whose rows are in these slots, by default in those of the same number."""
+    slots = range(len(first)) if slots is None else slots
+    return attention(*fresh, jnp.asarray(slots, jnp.int32), first, layer)
+
+
 @pytest.mark.parametrize("dtype", CACHE_TYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 32), (3, 1, 20), (2, 2, 128), (6, 2, 70)])
 @pytest.mark.parametrize("length", [1, 3])
 def test_attention_equals_the_reference(variant, dtype, heads, kv_heads, head_dim, length):
     random = np.random.default_rng(6)
-    layer = random_cache(random, dtype, (3, kv_heads, 700, head_dim))
-    fresh = new_tokens(random, 3, length, heads, kv_heads, head_dim)
-    first = jnp.asarray([0, 255, 700 - length], jnp.int32)
-    found, found_layer = ops.cached_attention(*fresh, first, layer)
-    wanted, wanted_layer = reference.cached_attention(*fresh, first, layer)
+    layer = random_cache(random, dtype, (4, kv_heads, 700, head_dim))
+    fresh = new_tokens(random, 4, length, heads, kv_heads, head_dim)
+    first, slots = jnp.asarray([0, 255, 40, 700 - length], jnp.int32), [2, 0, -1, 3]
+    found, found_layer = attend(fresh, first, layer, slots)
+    wanted, wanted_layer = attend(fresh, first, layer, slots, reference_attention)
     # A number that is stored narrow may be rounded to the other side.
     close(found, wanted, {"float32": 1e-5, "bfloat16": 2e-3, "int8": 4e-3}[dtype])
     step = {"float32": 2e-6, "bfloat16": 2.0**-7, "int8": 1.0}[dtype]
@@ -164,10 +176,13 @@ def test_attention_equals_the_reference(variant, dtype, heads, kv_heads, head_di
         largest = 1.0 if dtype == "int8" else np.abs(expected).max()
         assert np.abs(stored - expected).max() <= step * largest
         assert (stored != expected).mean() < 0.01
-    for row, start in enumerate(first):
-        untouched = np.r_[0:start, start + length : 700]
-        for stored, before in zip(jax.tree.leaves(found_layer), jax.tree.leaves(layer), strict=True):
-            np.testing.assert_array_equal(stored[row, :, untouched], before[row, :, untouched])
+    np.testing.assert_array_equal(found[2], np.zeros_like(found[2]))
+    untouched = {slot: np.r_[0:start, start + length : 700] for slot, start in zip(slots, first.tolist(), strict=True)}
+    untouched = untouched | {1: np.r_[0:700]}
+    del untouched[-1]
+    for stored, before in zip(jax.tree.leaves(found_layer), jax.tree.leaves(layer), strict=True):
+        for slot, places in untouched.items():
+            np.testing.assert_array_equal(stored[slot, :, places], before[slot, :, places])
 
 
 def test_calls_from_several_threads_do_not_disturb_each_other(variant):
@@ -189,8 +204,8 @@ def test_attention_without_norms(variant):
     random = np.random.default_rng(12)
     layer = random_cache(random, "float32", (1, 1, 40, 32))
     queries, keys, values, _, rotation = new_tokens(random, 1, 1, 2, 1, 32)
-    given = (queries, keys, values, (ops.no_norm(), ops.no_norm()), rotation, jnp.asarray([30], jnp.int32), layer)
-    close(ops.cached_attention(*given)[0], reference.cached_attention(*given)[0], 1e-5)
+    fresh, first = (queries, keys, values, (ops.no_norm(), ops.no_norm()), rotation), jnp.asarray([30], jnp.int32)
+    close(attend(fresh, first, layer)[0], attend(fresh, first, layer, attention=reference_attention)[0], 1e-5)
 
 
 @pytest.mark.parametrize("dtype", CACHE_TYPES)
@@ -199,13 +214,13 @@ def test_attention_of_a_row_depends_on_neither_batch_nor_capacity(variant, dtype
     layer = random_cache(random, dtype, (4, 2, 1024, 64))
     queries, keys, values, norms, rotation = new_tokens(random, 4, 1, 6, 2, 64)
     first = jnp.asarray([3, 256, 511, 600], jnp.int32)
-    together, stored = ops.cached_attention(queries, keys, values, norms, rotation, first, layer)
+    together, stored = attend((queries, keys, values, norms, rotation), first, layer)
     for row in range(4):
         one = slice(row, row + 1)
         own = [x[one] for x in (queries, keys, values)]
         for capacity in (602, 1024):
             cut = jax.tree.map(lambda array, one=one, capacity=capacity: array[one, :, :capacity], layer)
-            alone, kept = ops.cached_attention(*own, norms, [x[one] for x in rotation], first[one], cut)
+            alone, kept = attend((*own, norms, [x[one] for x in rotation]), first[one], cut)
             np.testing.assert_array_equal(alone[0], together[row])
             for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(stored), strict=True):
                 np.testing.assert_array_equal(a[0], b[row, :, :capacity])
@@ -215,9 +230,9 @@ def test_attention_reads_nothing_that_is_not_visible(variant):
     random = np.random.default_rng(8)
     layer = random_cache(random, "float32", (1, 1, 300, 32))
     fresh, first = new_tokens(random, 1, 1, 2, 1, 32), jnp.asarray([270], jnp.int32)
-    clean, _ = ops.cached_attention(*fresh, first, layer)
+    clean, _ = attend(fresh, first, layer)
     spoilt = jax.tree.map(lambda array: array.at[:, :, 270:].set(jnp.nan), layer)
-    np.testing.assert_array_equal(ops.cached_attention(*fresh, first, spoilt)[0], clean)
+    np.testing.assert_array_equal(attend(fresh, first, spoilt)[0], clean)
 
 
 def test_large_scores_do_not_overflow(variant):
@@ -226,14 +241,14 @@ def test_large_scores_do_not_overflow(variant):
     still = (jnp.ones((1, 1, 16)), jnp.zeros((1, 1, 16)))
     queries, small = jnp.full((1, 1, 1, 32), 100.0), jnp.ones((1, 1, 1, 32))
     norms = (ops.no_norm(), ops.no_norm())
-    found, _ = ops.cached_attention(queries, small, small, norms, still, jnp.asarray([299], jnp.int32), layer)
+    found, _ = attend((queries, small, small, norms, still), jnp.asarray([299], jnp.int32), layer)
     np.testing.assert_array_equal(found, np.full((1, 1, 32), 3.0, np.float32))
 
 
 def test_a_donated_cache_is_changed_in_place(variant):
     layer = random_cache(np.random.default_rng(13), "int8", (1, 1, 64, 32))
     fresh = new_tokens(np.random.default_rng(14), 1, 1, 2, 1, 32)
-    step = jax.jit(lambda layer, first: ops.cached_attention(*fresh, first, layer)[1], donate_argnums=0)
+    step = jax.jit(lambda layer, first: attend(fresh, first, layer)[1], donate_argnums=0)
     before = [array.unsafe_buffer_pointer() for array in jax.tree.leaves(layer)]
     after = [array.unsafe_buffer_pointer() for array in jax.tree.leaves(step(layer, jnp.asarray([5], jnp.int32)))]
     assert after == before
@@ -308,7 +323,7 @@ def test_a_wrong_cache_is_named(first, keys, values, named):
     fresh = new_tokens(np.random.default_rng(15), 1, 1, 2, 1, 32)
     layer = LayerCache(jnp.zeros(keys), jnp.zeros(values))
     with pytest.raises(jax.errors.JaxRuntimeError, match=named):
-        jax.block_until_ready(ops.cached_attention(*fresh, jnp.asarray([first], jnp.int32), layer))
+        jax.block_until_ready(attend(fresh, jnp.asarray([first], jnp.int32), layer))
 
 
 @pytest.mark.parametrize(
@@ -328,4 +343,17 @@ def test_a_wrong_argument_of_attention_is_named(changed, named):
         fresh[index] = value
     layer = LayerCache(jnp.zeros((1, 2, 8, 32)), jnp.zeros((1, 2, 8, 32)))
     with pytest.raises(jax.errors.JaxRuntimeError, match=named):
-        jax.block_until_ready(ops.cached_attention(*fresh, jnp.asarray([0], jnp.int32), layer))
+        jax.block_until_ready(attend(fresh, jnp.asarray([0], jnp.int32), layer))
+
+
+def test_a_slot_that_does_not_exist_is_named():
+    fresh = new_tokens(np.random.default_rng(18), 2, 1, 4, 2, 32)
+    layer = LayerCache(jnp.zeros((3, 2, 8, 32)), jnp.zeros((3, 2, 8, 32)))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="row 1 wants slot 3 of 3"):
+        jax.block_until_ready(attend(fresh, jnp.asarray([0, 0], jnp.int32), layer, [-1, 3]))
+
+
+def test_unwritten_arrays_have_their_shapes():
+    shapes = jax.ShapeDtypeStruct((3, 5), jnp.int8), jax.ShapeDtypeStruct((7,), jnp.float32)
+    for array, shape in zip(ops.unwritten(*shapes), shapes, strict=True):
+        assert (array.shape, array.dtype) == (shape.shape, shape.dtype)

@@ -1,0 +1,167 @@
+"""Requests that share one cache and are computed together: they join and leave between steps.
+
+Each step is one unit of work, after which control returns: a picture, a chunk of one prompt, or a token for every
+request whose prompt is done. What a request says does not depend on the others: its row is computed in the same order
+whatever stands beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from models.generation import Generation, PrefillProgress, Request, Step
+from models.image_cache import ImageCache
+from models.images import VisionInput
+from models.inference import CHUNKS, Inference, VisualFeatures, row_buckets
+from models.sampling import Sampled
+from models.slots import SlotTable
+
+Item = PrefillProgress | Step | Exception
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """How much a batch takes on: at most `rows` requests at a time, in a cache of `slots` (at least as many; the others
+    keep what earlier requests have computed). `prefill_budget` is the most tokens of prompts that are computed between
+    two tokens of the running requests, at least the smallest chunk. `image_cache_bytes` are for pictures that have been
+    seen. `reuse`: prompts need not compute what a slot holds already."""
+
+    rows: int = 1
+    slots: int = 1
+    prefill_budget: int = CHUNKS[-1]
+    image_cache_bytes: int = 0
+    reuse: bool = True
+
+    @property
+    def largest_chunk(self) -> int:
+        """The longest chunk that fits the budget."""
+        return max(chunk for chunk in CHUNKS if chunk <= max(self.prefill_budget, CHUNKS[0]))
+
+
+class Batch:
+    """The owner of one cache and its sampling state, driven by one thread."""
+
+    def __init__(self, inference: Inference, context: int, limits: BatchLimits) -> None:
+        self.limits = limits
+        self.images = ImageCache(limits.image_cache_bytes)
+        self._inference = inference
+        self._context = context
+        self._clear()
+
+    def _clear(self) -> None:
+        limits = self.limits
+        self.running: list[Generation] = []
+        self.slots = SlotTable(
+            limits.slots,
+            self._context,
+            reuse=limits.reuse,
+            row_by_row=self._inference.row_by_row,
+            largest_chunk=limits.largest_chunk,
+        )
+        self._layers = self._inference.new_cache(limits.slots, self._context)
+        self._sampling = self._inference.new_sampling(limits.slots)
+        self._prefilled = 0  # tokens of prompts since the last decode step
+
+    @property
+    def full(self) -> bool:
+        """Whether no request can join."""
+        return len(self.running) == self.limits.rows
+
+    def join(self, request: Request) -> Generation:
+        """Takes in a request; the batch must not be full.
+
+        Raises:
+            PromptError: the placeholders do not match the pictures.
+        """
+        config = self._inference.config
+        generation = Generation(request, self._context, config, self._inference.switches)
+        place = self.slots.take(generation.keys, request.owner)
+        slot = place.slot
+        self.running.append(generation)
+        if place.source is not None:
+            self._layers = self._inference.copy(self._layers, place.source.index, slot.index, slot.held)
+        generation.start(slot, config.vision.merge if config.vision else 1, self.limits.largest_chunk)
+        self._sampling = self._inference.seat(self._sampling, slot.index, request.sampling, request.token_ids)
+        return generation
+
+    def leave(self, generation: Generation) -> None:
+        """Drops a request, wherever it is; one that has ended has left already."""
+        if generation in self.running:
+            self.running.remove(generation)
+            self.slots.release(generation.slot)
+
+    def abandon(self) -> None:
+        """Drops all requests and everything kept: after a step that has failed its arrays cannot be used."""
+        self._clear()
+
+    def step(self) -> list[tuple[Generation, Item]]:
+        """One unit of work, and what it brought to whom. A request has left with its last step, or with the exception
+        that it alone raised. There must be a request.
+
+        Raises:
+            Exception: the cache has been lost; see `abandon`.
+        """
+        waiting = [generation for generation in self.running if generation.token is None]
+        ready = [generation for generation in self.running if generation.token is not None]
+        if waiting:
+            # The shortest rest first, but no prompt waits for more tokens of others than it has itself.
+            generation = min(waiting, key=lambda waiting: waiting.left - waiting.passed_over)
+            chunk = generation.next_chunk
+            cost = self.limits.prefill_budget if chunk is None else chunk.bucket
+            if not ready or self._prefilled + cost <= self.limits.prefill_budget:
+                self._prefilled += cost
+                for other in waiting:
+                    other.passed_over += 0 if other is generation else cost
+                return self._see(generation) if chunk is None else self._prefill(generation)
+        self._prefilled = 0
+        return self._decode(ready)
+
+    def _see(self, generation: Generation) -> list[tuple[Generation, Item]]:
+        try:
+            return [(generation, generation.saw(self._features(generation.unseen[0])))]
+        except Exception as error:
+            self.leave(generation)
+            return [(generation, error)]
+
+    def _features(self, picture: VisionInput) -> VisualFeatures:
+        features = self.images.get(picture.content_hash)
+        if features is None:
+            features = self._inference.encode(picture.patches, picture.grid)
+            self.images.put(picture.content_hash, features)
+        return features
+
+    def _prefill(self, generation: Generation) -> list[tuple[Generation, Item]]:
+        ids, slot = generation.request.token_ids, generation.slot
+        logits, self._layers = self._inference.prefill(
+            self._layers, slot.index, generation.next_chunk, ids, generation.positions, generation.visual
+        )
+        logits.block_until_ready()  # a chunk that is only queued could neither be timed nor cancelled
+        items: list[tuple[Generation, Item]] = [(generation, generation.prefilled())]
+        if not generation.left:
+            sampled, self._sampling = self._inference.sample(logits, self._sampling, slot.index)
+            items += self._steps([generation], sampled)
+        return items
+
+    def _decode(self, ready: list[Generation]) -> list[tuple[Generation, Item]]:
+        bucket = next(size for size in row_buckets(self.limits.rows) if size >= len(ready))
+        rows = np.full((bucket, 4), [0, -1, 0, 0], np.int32)
+        rows[: len(ready)] = [generation.row for generation in ready]
+        sampled, self._layers, self._sampling = self._inference.decode(
+            self._layers, self._sampling, np.ascontiguousarray(rows.T)
+        )
+        for generation in ready:
+            generation.decoded()
+        return self._steps(ready, sampled)
+
+    def _steps(self, generations: list[Generation], sampled: Sampled) -> list[tuple[Generation, Item]]:
+        sampled = jax.tree.map(np.asarray, sampled)
+        items: list[tuple[Generation, Item]] = []
+        for row, generation in enumerate(generations):
+            step = generation.next_step(sampled, row)
+            items.append((generation, step))
+            if step.finish_reason is not None:
+                self.leave(generation)
+        return items
