@@ -7,6 +7,7 @@ whatever stands beside it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
@@ -16,10 +17,12 @@ from models.generation import Generation, PrefillProgress, Request, Step
 from models.image_cache import ImageCache
 from models.images import VisionInput
 from models.inference import CHUNKS, Inference, VisualFeatures, row_buckets
+from models.layers import DECODE_ROWS
 from models.sampling import Sampled
 from models.slots import SlotTable
 
 Item = PrefillProgress | Step | Exception
+EMPTY_ROW = (0, -1, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -27,13 +30,20 @@ class BatchLimits:
     """How much a batch takes on: at most `rows` requests at a time, in a cache of `slots` (at least as many; the others
     keep what earlier requests have computed). `prefill_budget` is the most tokens of prompts that are computed between
     two tokens of the running requests, at least the smallest chunk. `image_cache_bytes` are for pictures that have been
-    seen. `reuse`: prompts need not compute what a slot holds already."""
+    seen. `reuse`: prompts need not compute what a slot holds already. `draft` is the number of tokens that a greedy
+    request may guess from its own text and have checked in the same step."""
 
     rows: int = 1
     slots: int = 1
     prefill_budget: int = CHUNKS[-1]
     image_cache_bytes: int = 0
     reuse: bool = True
+    draft: int = 0
+
+    @property
+    def decoded_rows(self) -> int:
+        """The most rows of a decode step."""
+        return max(self.rows, min(self.rows * (1 + self.draft), DECODE_ROWS))
 
     @property
     def largest_chunk(self) -> int:
@@ -142,26 +152,39 @@ class Batch:
         items: list[tuple[Generation, Item]] = [(generation, generation.prefilled())]
         if not generation.left:
             sampled, self._sampling = self._inference.sample(logits, self._sampling, slot.index)
-            items += self._steps([generation], sampled)
+            items.append((generation, self._step(generation, jax.tree.map(np.asarray, sampled), 0)))
         return items
 
     def _decode(self, ready: list[Generation]) -> list[tuple[Generation, Item]]:
-        bucket = next(size for size in row_buckets(self.limits.rows) if size >= len(ready))
-        rows = np.full((bucket, 4), [0, -1, 0, 0], np.int32)
-        rows[: len(ready)] = [generation.row for generation in ready]
-        sampled, self._layers, self._sampling = self._inference.decode(
-            self._layers, self._sampling, np.ascontiguousarray(rows.T)
-        )
+        room = self.limits.decoded_rows - len(ready)
+        drafts, rows = [], []
         for generation in ready:
-            generation.decoded()
-        return self._steps(ready, sampled)
-
-    def _steps(self, generations: list[Generation], sampled: Sampled) -> list[tuple[Generation, Item]]:
+            drafts.append(generation.draft(min(self.limits.draft, room)))
+            room -= len(drafts[-1])
+            rows += generation.rows(drafts[-1])
+        bucket = next(size for size in row_buckets(self.limits.decoded_rows) if size >= len(rows))
+        padded = np.array(rows + [EMPTY_ROW] * (bucket - len(rows)), np.int32)
+        sampled, self._layers, self._sampling = self._inference.decode(
+            self._layers, self._sampling, np.ascontiguousarray(padded.T)
+        )
         sampled = jax.tree.map(np.asarray, sampled)
-        items: list[tuple[Generation, Item]] = []
-        for row, generation in enumerate(generations):
-            step = generation.next_step(sampled, row)
-            items.append((generation, step))
-            if step.finish_reason is not None:
-                self.leave(generation)
+        items, first = [], 0
+        for generation, drafted in zip(ready, drafts, strict=True):
+            items += [(generation, step) for step in self._confirmed(generation, drafted, sampled, first)]
+            first += 1 + len(drafted)
         return items
+
+    def _confirmed(self, generation: Generation, drafted: list[int], sampled: Sampled, first: int) -> Iterator[Step]:
+        """The steps of a generation, whose rows begin at `first`: as many as were drafted as they came, and one."""
+        for row, guess in enumerate([*drafted, None], start=first):
+            generation.decoded()
+            step = self._step(generation, sampled, row)
+            yield step
+            if step.finish_reason is not None or step.token_id != guess:
+                return
+
+    def _step(self, generation: Generation, sampled: Sampled, row: int) -> Step:
+        step = generation.next_step(sampled, row)
+        if step.finish_reason is not None:
+            self.leave(generation)
+        return step

@@ -19,6 +19,7 @@ from models.slots import Slot
 from models.switches import Switches
 
 FinishReason = Literal["stop", "length"]
+MATCHED = 3  # tokens that must have stood together before for what followed them to be tried again
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,19 @@ class Request:
     sampling: SamplingParams
     pieces: TextPieces
     owner: str = ""
+
+
+def _continuation(keys: np.ndarray, most: int) -> np.ndarray:
+    """What followed the last time that the end of `keys` stood in it, up to `most` text tokens."""
+    if len(keys) <= MATCHED:
+        return keys[:0]
+    windows = np.lib.stride_tricks.sliding_window_view(keys[:-1], MATCHED)
+    places = np.flatnonzero((windows == keys[-MATCHED:]).all(axis=1))
+    if not len(places):
+        return keys[:0]
+    following = keys[places[-1] + MATCHED :][:most]
+    pictures = np.flatnonzero(following < 0)
+    return following[: pictures[0]] if len(pictures) else following
 
 
 def check_room(length: int, context: int) -> None:
@@ -159,10 +173,23 @@ class Generation:
         """Counts its token as taken into the cache."""
         self.slot.take_in(np.array([self.token], np.int64))
 
-    @property
-    def row(self) -> tuple[int, int, int, int]:
-        """Its row of a decode step; see `Inference.decode`."""
-        return self.token, self.slot.index, self.slot.held, self.slot.held + self.delta
+    def draft(self, most: int) -> list[int]:
+        """Up to `most` tokens that may come after its token: those that followed the last time the same few tokens
+        stood there (prompt lookup, Saxena 2023). None unless they can be checked by comparing them with the model's own
+        first choices."""
+        most = min(most, self.limit - self.generated - 1)
+        sampling = self.request.sampling
+        if most < 1 or sampling.temperature > 0 or sampling.adjusts:
+            return []
+        known = self.slot.keys[: self.slot.held + 1]
+        known[-1] = self.token
+        return _continuation(known, most).tolist()
+
+    def rows(self, drafted: Sequence[int]) -> list[tuple[int, int, int, int]]:
+        """Its rows of a decode step, of its token and of drafted ones behind it; see `Inference.decode`."""
+        held = range(self.slot.held, self.slot.held + 1 + len(drafted))
+        tokens = zip((self.token, *drafted), held, strict=True)
+        return [(token, self.slot.index, before, before + self.delta) for token, before in tokens]
 
     def next_step(self, sampled: Sampled, row: int) -> Step:
         """What row `row` of the sampled tokens (on the host) says."""

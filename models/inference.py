@@ -311,8 +311,8 @@ class Inference:
 
     def decode(self, layers: Layers, state: SamplingState, rows: np.ndarray) -> tuple[Sampled, Layers, SamplingState]:
         """Takes a token of each sequence into the cache and chooses the next. `rows` int32 `[4, batch]` are the tokens,
-        their slots (negative for rows that belong to none), the tokens held there, and the positions of the new
-        ones."""
+        their slots (negative for rows that belong to none), the tokens before each in its slot, and their positions.
+        Several rows of one slot are tokens that follow on each other."""
         return self._decode((rows.shape[1], *_room(layers)), self._decoder.leaves, layers, state, rows)
 
     def copy(self, layers: Layers, source: int, target: int, tokens: int) -> Layers:
@@ -331,8 +331,9 @@ class Inference:
         slots: int = 1,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Compiles every bucket that up to `rows` sequences at a time, of up to `context` tokens with pictures of up to
-        `image_tokens`, can need in a cache of `slots`; `progress` hears how many of how many are done."""
+        """Compiles every bucket that decode steps of up to `rows` rows, and prompts of up to `context` tokens with
+        pictures of up to `image_tokens`, can need in a cache of `slots`; `progress` hears how many of how many are
+        done."""
         jobs = [*self._decoder_jobs(context, rows, slots), *self._encoder_jobs(image_tokens)]
         for done, job in enumerate(jobs):
             if progress is not None:

@@ -382,7 +382,7 @@ class LoadedModel:
     def warm_up(self, limits: BatchLimits | None = None, progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles every step that a batch of these limits can need; `progress` hears how many of how many are done."""
         limits = limits or BatchLimits()
-        self._inference.compile(self.max_context, self.max_image_tokens, limits.rows, limits.slots, progress)
+        self._inference.compile(self.max_context, self.max_image_tokens, limits.decoded_rows, limits.slots, progress)
 
 
 def _split_visuals(

@@ -38,6 +38,7 @@ class Settings:
     prefill_budget: int = 256
     prefix_cache_mb: int = 512
     image_cache_mb: int = 128
+    spec_k: int = 0
     min_free_mb: int = 512
     backlog: int = 128
     max_connections: int = 256
@@ -59,6 +60,7 @@ class Settings:
             prefill_budget=self.prefill_budget,
             image_cache_bytes=self.image_cache_mb << 20,
             reuse=self.prefix_cache_mb > 0,
+            draft=self.spec_k,
         )
 
 
@@ -99,6 +101,12 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
     )
     parser.add_argument(
         "--image-cache-mb", type=_count, default=default.image_cache_mb, help="MB for pictures that have been encoded"
+    )
+    parser.add_argument(
+        "--spec-k",
+        type=_count,
+        default=default.spec_k,
+        help="tokens that a greedy request guesses from its own text and checks in one step; the answer is the same",
     )
     parser.add_argument(
         "--min-free-mb", type=_count, default=default.min_free_mb, help="MB of memory that a request needs; 0: any"

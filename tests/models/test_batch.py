@@ -225,3 +225,40 @@ def test_lengths_at_the_end_of_the_context(model):
         [steps] = run(batch, [model.request(prompt, ignore_eos=True, **values)])
         assert len(steps) == min(20, 512 - length)
         assert steps == list(model.generate(prompt, ignore_eos=True, **values))
+
+
+REPETITIVE = ("Repeat after me: QX7 banana QX7 banana QX7 banana QX7 banana", "Count from 1 to 30", "Hello!")
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_drafted_tokens_change_nothing_but_the_number_of_steps(model, rows):
+    prompts = [model.prompt([user(text)]) for text in REPETITIVE]
+    greedy = [model.request(prompt, max_tokens=60, sampling=SamplingParams(top_logprobs=2)) for prompt in prompts]
+    alone = [run(model.batch(), [request])[0] for request in greedy]
+    batch = model.batch(BatchLimits(rows=rows, slots=rows, draft=4))
+    decoded = 0
+
+    def decode(*arguments: object) -> object:
+        nonlocal decoded
+        decoded += 1
+        return type(model._inference).decode(model._inference, *arguments)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(model._inference, "decode", decode)
+        fresh = [model.request(prompt, max_tokens=60, sampling=SamplingParams(top_logprobs=2)) for prompt in prompts]
+        assert run(batch, fresh) == alone
+    steps = sum(len(said) for said in alone) if rows == 1 else max(len(said) for said in alone)
+    assert decoded < 0.9 * steps
+
+
+def test_only_plain_greedy_requests_draft(model):
+    prompt = model.prompt([user(REPETITIVE[0])])
+    for params in (SamplingParams(temperature=0.5, seed=1), SamplingParams(presence_penalty=1.0)):
+        wanted = run(model.batch(), [model.request(prompt, max_tokens=30, sampling=params)])
+        batch = model.batch(BatchLimits(draft=4))
+        generation = batch.join(model.request(prompt, max_tokens=30, sampling=params))
+        while generation.token is None:
+            batch.step()
+        assert generation.draft(4) == []
+        batch.leave(generation)
+        assert run(batch, [model.request(prompt, max_tokens=30, sampling=params)]) == wanted

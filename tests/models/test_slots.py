@@ -113,7 +113,7 @@ def test_the_slot_that_was_used_longest_ago_is_given_away():
 @pytest.mark.parametrize(
     ("first", "second", "shared", "usable"),
     [
-        (600, 700, 600, 512),  # both begin with two chunks of 256
+        (600, 700, 600, 576),  # both begin with 256 + 256 + 64
         (300, 700, 300, 256),
         (140, 100, 99, 64),  # 64 + 64 + 16 and 64 + 16 + 16 + 4
         (600, 700, 300, 256),  # they differ within the second chunk
@@ -133,7 +133,7 @@ def test_reused_chunks_can_be_used_again():
     slots = table(1, row_by_row=False)
     keys = prompt(900)
     run(slots, keys[:600])
-    assert run(slots, keys[:700])[1] == 512
+    assert run(slots, keys[:700])[1] == 576
     assert run(slots, keys[:800])[1] == 512
     assert run(slots, keys)[1] == 768
 
