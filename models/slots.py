@@ -1,7 +1,8 @@
 """What each slot of the cache holds, and which of it a new prompt need not compute again.
 
 A slot that no sequence uses keeps the tokens of its last one until it is needed. A new prompt goes on where a slot's
-tokens agree with its own: in that slot if it continues all of them, else in another one, into which they are copied.
+tokens agree with its own: in that slot, or, where fewer kept tokens are lost by it, in the slot that was used longest
+ago, into which they are copied.
 """
 
 from __future__ import annotations
@@ -69,12 +70,13 @@ class SlotTable:
         """Gives a slot that no sequence uses to a new prompt, `keys` `[length]`. There must be one."""
         free = sorted((slot for slot in self.slots if not slot.running), key=lambda slot: slot.used)
         best, tokens = self._best(keys, owner)
+        others = [slot for slot in free if slot is not best]
         if best is None:
             chosen, source = free[0], None
-        elif best in free and (tokens == best.held or len(free) == 1):
+        elif best in free and (not others or best.held - tokens <= others[0].held):
             chosen, source = best, None
         else:
-            chosen, source = next(slot for slot in free if slot is not best), best
+            chosen, source = others[0], best
         chosen.keep(tokens, best or chosen)
         self._uses += 1
         chosen.owner, chosen.running, chosen.used = owner, True, self._uses
