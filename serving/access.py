@@ -1,4 +1,4 @@
-"""Who may use the server: holders of the API key, and the web pages that the user has named."""
+"""Who may use the server: holders of an API key, and the web pages that the user has named."""
 
 from __future__ import annotations
 
@@ -23,36 +23,44 @@ class Access:
     """Checks requests before anything else is done for them, and tells browsers what they may show to whom."""
 
     def __init__(self, settings: Settings) -> None:
-        self._key = settings.api_key.encode() if settings.api_key else None
+        self._keys = settings.api_keys
         self._origins = frozenset(settings.allowed_origins)
 
     def check(self, request: Request) -> Response | None:
         """The answer to a browser that asks whether an allowed page may send a request; otherwise None.
 
         Raises:
-            ApiError: 401 without the key.
+            ApiError: 401 without a key.
         """
         if self._is_preflight(request):
             return self._preflight(request)
-        if self._key and not OPEN_PATHS.fullmatch(request.path) and not self._has_key(request):
+        if self._keys and not OPEN_PATHS.fullmatch(request.path) and not self.key_of(request):
             message = "a valid API key is needed, sent as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
             raise ApiError(401, message, code="invalid_api_key")
         return None
 
     def check_administrator(self, request: Request) -> None:
-        """Lets those pass who may see and end the server: with the key, which `check` has seen, or, where there is no
-        key, from this machine; but not through a proxy on it, and not from a web page in a browser on it.
+        """Lets those pass who may see and end the server: with a key, which `check` has seen, or, where there is none,
+        from this machine; but not through a proxy on it, and not from a web page in a browser on it.
 
         Raises:
             ApiError: 403 for others.
         """
-        if self._key:
+        if self._keys:
             return
         forwarded = "Forwarded" in request.headers or "X-Forwarded-For" in request.headers
         foreign_page = "Origin" in request.headers and not self._from_allowed_page(request)
         if forwarded or foreign_page or not is_loopback(request.remote_addr):
             message = "without an API key this is only for programs on the server's own machine"
             raise ApiError(403, message, code="forbidden")
+
+    def key_of(self, request: Request) -> str:
+        """The key that a request was sent with; empty if it has none of those that are accepted."""
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        sent = [token.strip() if scheme.lower() == "bearer" else "", request.headers.get("X-Api-Key", "")]
+        # All are compared, in the same time whatever they have in common.
+        found = [key for key in self._keys for one in sent if hmac.compare_digest(one.encode(), key.encode())]
+        return found[0] if found else ""
 
     def mark(self, request: Request, response: Response) -> None:
         """Lets pages of the allowed origins read the answer."""
@@ -62,11 +70,6 @@ class Access:
         if self._from_allowed_page(request):
             response.headers["Access-Control-Allow-Origin"] = request.headers["Origin"]
             response.headers["Access-Control-Expose-Headers"] = "Retry-After"
-
-    def _has_key(self, request: Request) -> bool:
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        sent = [token.strip() if scheme.lower() == "bearer" else "", request.headers.get("X-Api-Key", "")]
-        return any(hmac.compare_digest(key.encode(), self._key) for key in sent)
 
     def _from_allowed_page(self, request: Request) -> bool:
         return request.headers.get("Origin") in self._origins

@@ -59,5 +59,5 @@ def admin_routes(engine: Engine, settings: Settings, access: Access) -> Blueprin
 
 
 def _shown(settings: Settings) -> dict[str, Any]:
-    """The settings, the key hidden."""
-    return asdict(settings) | {"api_key": "set" if settings.api_key else None}
+    """The settings, with the number of keys instead of the keys."""
+    return asdict(settings) | {"api_keys": len(settings.api_keys)}

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from quart import Quart, Response, jsonify, request
+from quart import Quart, Response, g, jsonify, request
 from werkzeug.exceptions import HTTPException
 
 from serving import demo_page, request_log
@@ -59,7 +59,9 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
 
     @app.before_request
     async def check_access() -> Response | None:
-        return access.check(request)
+        refusal = access.check(request)
+        g.owner = access.key_of(request)
+        return refusal
 
     @app.after_request
     async def complete(response: Response) -> Response:

@@ -103,8 +103,9 @@ class Engine:
             **self.metrics.totals(),
         }
 
-    def admit(self) -> Job:
-        """Takes a place for one request, before any work is done for it.
+    def admit(self, owner: str = "") -> Job:
+        """Takes a place for one request, before any work is done for it. What is computed for one `owner` is not used
+        for another.
 
         Raises:
             ApiError: 503 unless the engine is ready, 429 if the waiting room is full, 503 if memory is short.
@@ -117,7 +118,7 @@ class Engine:
         if self._min_free_mb and (free := available_bytes() >> 20) < self._min_free_mb:
             message = f"{free} MB of memory are available, and requests are taken from {self._min_free_mb} MB on"
             raise ApiError(503, message, code="insufficient_memory", retry_after=RETRY_SECONDS["memory"])
-        job = Job()
+        job = Job(owner)
         if record := request_log.current():
             record.jobs.append(job)
         self._live.add(job)
@@ -224,7 +225,7 @@ class Engine:
         """Puts the next choice of a job into the batch; a job that cannot be run ends with the reason."""
         work = next(run.left)
         try:
-            generation = self.batch.join(self._request(work))
+            generation = self.batch.join(self._request(run.job, work))
         except KestrelError as error:
             self._tell(self._end, run.job, Failure(bad_request(str(error))))
         except Exception as error:
@@ -235,9 +236,9 @@ class Engine:
             run.job.reused_tokens = run.job.reused_tokens or generation.reused
             self.metrics.prompt_reuse(generation.length, generation.reused)
 
-    def _request(self, work: Work) -> Request:
+    def _request(self, job: Job, work: Work) -> Request:
         return self.model.request(
-            work.prompt, max_tokens=work.max_tokens, stop=work.stop, sampling=work.sampling, owner=work.owner
+            work.prompt, max_tokens=work.max_tokens, stop=work.stop, sampling=work.sampling, owner=job.owner
         )
 
     def _drop_cancelled(self) -> None:

@@ -21,7 +21,6 @@ class Work:
     max_tokens: int
     stop: tuple[str, ...]
     sampling: SamplingParams
-    owner: str = ""  # whose cached tokens it may use
 
 
 @dataclass
@@ -50,7 +49,9 @@ class Job:
     `finish_reason` (of the last one) or `failure` is set once the request has ended, unless its client left.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owner: str = "") -> None:
+        """`owner` is whose cached tokens it may use, and for whom its own are kept."""
+        self.owner = owner
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.timing = Timing()

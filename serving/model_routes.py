@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
-from quart import Blueprint, Response, jsonify
+from quart import Blueprint, Response, g, jsonify
 
 from serving import chat, completions, messages, sse, tokens
 from serving.chat_request import parse_chat_request
@@ -29,7 +29,7 @@ def model_routes(engine: Engine, settings: Settings, workers: ThreadPoolExecutor
     def admit(model: str | None) -> Job:
         """A place for this request, given back however its task ends, even before its stream has begun."""
         _check_model(model, settings)
-        job = engine.admit()
+        job = engine.admit(owner=g.owner)
         asyncio.current_task().add_done_callback(lambda _: engine.release(job))
         return job
 

@@ -48,7 +48,7 @@ class Settings:
     drain_timeout: float = 30.0
     ping_seconds: float = 15.0
     kestrel_events: bool = False
-    api_key: str | None = field(default=None, repr=False)
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     allowed_origins: tuple[str, ...] = ()
 
     def batch_limits(self, bytes_per_slot: int) -> BatchLimits:
@@ -123,7 +123,9 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
         "--ping-seconds", type=_seconds, default=default.ping_seconds, help="silence before a comment; 0: none"
     )
     parser.add_argument("--kestrel-events", action="store_true", help="send metrics and tokens frames in every stream")
-    parser.add_argument("--api-key-file", help=f"a file with the key that clients must send; or {API_KEY_VARIABLE}")
+    parser.add_argument(
+        "--api-key-file", help=f"a file with the keys that clients may send, one per line; or {API_KEY_VARIABLE}"
+    )
     parser.add_argument(
         "--allowed-origin",
         type=_origin,
@@ -135,7 +137,7 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
     values = vars(parser.parse_args(arguments))
     values["allowed_origins"] = tuple(values["allowed_origins"])
     try:
-        values["api_key"] = _api_key(values.pop("api_key_file"))
+        values["api_keys"] = _api_keys(values.pop("api_key_file"))
     except OSError as error:
         parser.error(f"--api-key-file: {error}")
     except ValueError as error:
@@ -144,15 +146,17 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
     return Settings(**values)
 
 
-def _api_key(file: str | None) -> str | None:
-    """The key in `file`, or in the environment: on a command line any user of the machine could read it."""
+def _api_keys(file: str | None) -> tuple[str, ...]:
+    """The keys in `file`, one per line, or the one in the environment: on a command line any user of the machine could
+    read them."""
     if file is None and API_KEY_VARIABLE not in os.environ:
-        return None
+        return ()
     where = API_KEY_VARIABLE if file is None else f"--api-key-file {file}"
-    key = os.environ[API_KEY_VARIABLE] if file is None else Path(file).read_text("latin-1").strip()
-    if not re.fullmatch("[!-~]+", key):
-        raise ValueError(f"{where}: an API key should be one line of printable ASCII characters without spaces")
-    return key
+    text = os.environ[API_KEY_VARIABLE] if file is None else Path(file).read_text("latin-1")
+    keys = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not keys or not all(re.fullmatch("[!-~]+", key) for key in keys):
+        raise ValueError(f"{where}: an API key should be a line of printable ASCII characters without spaces")
+    return keys
 
 
 def _origin(text: str) -> str:

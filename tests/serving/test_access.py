@@ -15,19 +15,20 @@ from .conftest import scripted_server
 from .test_http import assert_refused
 
 KEY = "sk-0123456789abcdef"
+OTHER = "sk-another"
 PAGE = "https://lab.example:8443"
 
 
 @pytest.fixture
 async def locked():
-    async with scripted_server(api_key=KEY) as running:
+    async with scripted_server(api_keys=(KEY, OTHER)) as running:
         yield running
 
 
 @pytest.fixture
 async def shared():
     """A server that one page may use, with the key."""
-    async with scripted_server(api_key=KEY, allowed_origins=(PAGE,)) as running:
+    async with scripted_server(api_keys=(KEY, OTHER), allowed_origins=(PAGE,)) as running:
         yield running
 
 
@@ -39,6 +40,7 @@ async def shared():
         {"X-Api-Key": KEY},
         {"Authorization": "Bearer wrong", "X-Api-Key": KEY},
         {"Authorization": f"Bearer {KEY}", "X-Api-Key": ""},
+        {"X-Api-Key": OTHER},
     ],
 )
 async def test_the_key_opens(locked, headers):
@@ -122,15 +124,17 @@ async def test_the_key_is_in_no_log_and_no_answer(locked, caplog):
 def test_where_the_key_comes_from(tmp_path, monkeypatch):
     file = tmp_path / "key"
     file.write_text(f"{KEY}\n")
-    assert parse_settings([]).api_key is None
-    assert parse_settings(["--api-key-file", str(file)]).api_key == KEY
+    assert parse_settings([]).api_keys == ()
+    assert parse_settings(["--api-key-file", str(file)]).api_keys == (KEY,)
     monkeypatch.setenv(API_KEY_VARIABLE, "from-the-environment")
-    assert parse_settings([]).api_key == "from-the-environment"
-    assert parse_settings(["--api-key-file", str(file)]).api_key == KEY
+    assert parse_settings([]).api_keys == ("from-the-environment",)
+    assert parse_settings(["--api-key-file", str(file)]).api_keys == (KEY,)
+    file.write_text(f"{KEY}\n\n  {OTHER}\n")
+    assert parse_settings(["--api-key-file", str(file)]).api_keys == (KEY, OTHER)
     assert KEY not in repr(parse_settings(["--api-key-file", str(file)]))
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"two words", b"two\nlines", b"\xc3\xa9", b"\x00"])
+@pytest.mark.parametrize("content", [b"", b"\n", b"two words", b"one\ntwo words", b"\xc3\xa9", b"\x00"])
 def test_keys_that_are_refused(tmp_path, capsys, content):
     file = tmp_path / "key"
     file.write_bytes(content)
@@ -233,3 +237,13 @@ def test_origins_on_the_command_line(capsys):
         with pytest.raises(SystemExit):
             parse_settings(["--allowed-origin", wrong])
         assert "--allowed-origin" in capsys.readouterr().err
+
+
+async def test_what_is_kept_for_one_key_is_not_used_for_another(locked):
+    question = body("a question that is long enough to be worth keeping")
+
+    async def reused(key: str) -> int:
+        response = await locked.client.post(COMPLETIONS, json=question, headers={"X-Api-Key": key})
+        return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert [await reused(key) > 0 for key in (KEY, OTHER, KEY, OTHER)] == [False, False, True, True]

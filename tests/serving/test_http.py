@@ -133,7 +133,7 @@ async def test_a_body_that_is_too_large_is_refused(server):
 
 async def test_a_refusal_reaches_a_client_that_is_still_sending():
     """Far more than the sockets hold; what is sent after the refusal is thrown away, and the next request is served."""
-    async with scripted_server(api_key="key") as server:
+    async with scripted_server(api_keys=("key",)) as server:
         for _ in range(3):
             response = await server.client.post(COMPLETIONS, content=b" " * 20_000_000, headers=JSON)
             assert_refused(response, 401)

@@ -212,7 +212,7 @@ async def test_a_full_waiting_room(tab):
 
 
 async def test_a_key_is_asked_for_and_not_kept(tab):
-    async with serving(api_key="open-sesame") as server:
+    async with serving(api_keys=("open-sesame",)) as server:
         page = await tab(server)
         await send(page, "hello")
         await expect(page.get_by_role("alert")).to_contain_text("The server wants an API key.")
