@@ -173,7 +173,6 @@ class Engine:
 
     def _end(self, job: Job, last: Step | Failure | None) -> None:
         """Frees the place of a job before its client can know that it has ended."""
-        job.running = False
         self._live.discard(job)
         if isinstance(last, Step) and not job.ended:
             self.metrics.completed(job, last.finish_reason)
@@ -197,6 +196,8 @@ class Engine:
         except BaseException as error:
             log.exception("the engine thread failed")
             self._tell(self._enter, "error", f"{type(error).__name__}: {error}")
+        for run in self._runs.values():
+            self._finish(run.job, None)
 
     def _tell(self, call: Callable[..., None], *arguments: object) -> None:
         """Runs `call` on the event loop, unless that has ended."""
@@ -204,6 +205,11 @@ class Engine:
             self._loop.call_soon_threadsafe(call, *arguments)
         except RuntimeError:
             log.debug("the event loop has ended; %s is dropped", call)
+
+    def _finish(self, job: Job, last: Step | Failure | None) -> None:
+        """Lets go of a job; `last` is for its client, if there is one."""
+        job.running = False
+        self._tell(self._end, job, last)
 
     def _take_in(self) -> bool:
         """Starts waiting jobs as long as the batch has room, and waits for one if nothing runs; False at the end."""
@@ -227,7 +233,7 @@ class Engine:
         try:
             generation = self.batch.join(self._request(run.job, work))
         except KestrelError as error:
-            self._tell(self._end, run.job, Failure(bad_request(str(error))))
+            self._finish(run.job, Failure(bad_request(str(error))))
         except Exception as error:
             self._lose(run, error)
             self._lose_batch()
@@ -246,7 +252,7 @@ class Engine:
             if run.job.cancelled:
                 self.batch.leave(generation)
                 del self._runs[generation]
-                self._tell(self._end, run.job, None)
+                self._finish(run.job, None)
 
     def _advance(self) -> None:
         """One step of the batch; if that fails, so do all jobs in it, because they share the cache."""
@@ -281,21 +287,23 @@ class Engine:
             return None
         del self._runs[generation]
         job.generated_choices += 1
-        last = job.generated_choices == job.choices
-        self._tell(*((self._end, job, item) if last else (job.deliver, item)))
-        return None if last else run
+        if job.generated_choices == job.choices:
+            self._finish(job, item)
+            return None
+        self._tell(job.deliver, item)
+        return run
 
     def _lose(self, run: Run, error: Exception) -> None:
         """Ends a job that has failed alone."""
         if isinstance(error, KestrelError):
-            self._tell(self._end, run.job, Failure(bad_request(str(error))))
+            self._finish(run.job, Failure(bad_request(str(error))))
             return
         log.error("request %s failed", run.job.id, exc_info=error)
-        self._tell(self._end, run.job, Failure(ENGINE_FAILED))
+        self._finish(run.job, Failure(ENGINE_FAILED))
 
     def _lose_batch(self) -> None:
         """Ends all jobs in the batch, whose arrays cannot be used any more."""
         for run in self._runs.values():
-            self._tell(self._end, run.job, Failure(ENGINE_FAILED))
+            self._finish(run.job, Failure(ENGINE_FAILED))
         self._runs.clear()
         self.batch.abandon()
