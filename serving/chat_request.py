@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from models.sampling import MAX_TOP_LOGPROBS
+from serving.content_parts import check_content
 from serving.errors import bad_request
 from serving.generation_request import Count, GenerationRequest, StreamOptions, check_bias_names
 from serving.json_body import Strict, checked_fields, parse_json
@@ -90,34 +91,10 @@ def checked_chat_request(values: dict[str, Any]) -> ChatRequest:
     """The same for what has been read."""
     request = checked_fields(ChatRequest, values)
     for index, message in enumerate(request.messages):
-        check_content(message, f"messages.{index}.content")
+        check_content(message.content, f"messages.{index}.content", optional=message.role == "assistant")
     check_bias_names(request)
     _check_supported(request)
     return request
-
-
-def check_content(message: Message, param: str) -> None:
-    """Text, or a list of parts; only an assistant may say nothing (its tool calls speak)."""
-    content = message.content
-    if isinstance(content, str) or (content is None and message.role == "assistant"):
-        return
-    if not isinstance(content, list) or not content:
-        raise bad_request(f"'{param}' should be a text or a list of parts, found {content!r:.80}", param)
-    for index, part in enumerate(content):
-        _check_part(part, f"{param}.{index}")
-
-
-def _check_part(part: Any, param: str) -> None:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text":
-        if not isinstance(part.get("text"), str):
-            raise bad_request(f"'{param}.text' should be a text", f"{param}.text")
-    elif kind == "image_url":
-        url = part.get("image_url")
-        if not isinstance(url, dict) or not isinstance(url.get("url"), str):
-            raise bad_request(f"'{param}.image_url' should be an object with a 'url'", f"{param}.image_url")
-    else:
-        raise bad_request(f"'{param}.type' should be 'text' or 'image_url', found {kind!r:.80}", f"{param}.type")
 
 
 def _check_supported(request: ChatRequest) -> None:
