@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 from models.sampling import MAX_TOP_LOGPROBS
 from serving.content_parts import check_content
@@ -15,6 +16,13 @@ from serving.tools import MOST_TOOLS, SentCall, Tool, check_tools, opening_of
 
 TEMPLATE_NAMES = {"self", "messages", "added", "tools", "add_generation_prompt"}  # what the server itself passes
 Role = Literal["system", "developer", "user", "assistant", "tool"]
+CONTEXT_MODE = re.compile("full|none|last([1-9][0-9]{0,5})?")
+
+
+def _known_mode(mode: str) -> str:
+    if not CONTEXT_MODE.fullmatch(mode):
+        raise ValueError("should be 'full', 'last', 'none', or 'last' with a number such as 'last4'")
+    return mode
 
 
 class Message(Strict):
@@ -49,11 +57,24 @@ class ChatRequest(GenerationRequest):
     response_format: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    context_mode: Annotated[str, AfterValidator(_known_mode)] | None = None
+    context_tokens: list[int] | None = None
 
     @property
     def limit(self) -> int | None:
         """The most tokens to generate; the newer field wins."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def kept_messages(self) -> list[tuple[int, Message]]:
+        """The messages that `context_mode` lets the model see, with their places in the request: all of them, or the
+        first system message and the last one or several."""
+        messages = list(enumerate(self.messages))
+        if self.context_mode in (None, "full"):
+            return messages
+        window = messages[-int(CONTEXT_MODE.fullmatch(self.context_mode)[1] or 1) :]
+        system = next((entry for entry in messages if entry[1].role in ("system", "developer")), window[0])
+        return window if system[0] >= window[0][0] else [system, *window]
 
     @property
     def alternatives(self) -> int:

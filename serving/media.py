@@ -22,16 +22,17 @@ OTHER_VIDEOS = "other videos are not decoded here: send their frames, {'type': '
 
 
 def conversation(request: ChatRequest) -> list[dict[str, Any]]:
-    """The request's messages as `LoadedModel.prompt` takes them, pictures and videos decoded.
+    """The messages that the model is to see as `LoadedModel.prompt` takes them, pictures and videos decoded.
 
     Raises:
         ApiError: 400 for a picture or video that cannot be used, naming its place.
     """
-    parts = [part for message in request.messages if isinstance(message.content, list) for part in message.content]
+    messages = request.kept_messages
+    parts = [part for _, message in messages if isinstance(message.content, list) for part in message.content]
     media = sum(part["type"] != "text" for part in parts)
     if media > MOST_MEDIA:
         raise bad_request(f"a request may have {MOST_MEDIA} pictures and videos, found {media}", "messages")
-    return [_converted(message, f"messages.{index}.content") for index, message in enumerate(request.messages)]
+    return [_converted(message, f"messages.{index}.content") for index, message in messages]
 
 
 def _converted(message: Message, param: str) -> dict[str, Any]:
