@@ -20,7 +20,7 @@ from serving.engine import Engine
 from serving.listener import Listener
 from serving.settings import Settings, parse_settings
 
-KEEP_ALIVE_SECONDS = 75  # longer than the idle time of common client pools
+log = logging.getLogger("kestrel.command")
 CLOSING_SECONDS = 3.0  # for the last frames to reach their clients
 
 
@@ -57,7 +57,7 @@ async def run(settings: Settings, bound: socket.socket) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    listener = Listener(create_app(engine, settings), bound, settings, keep_alive=KEEP_ALIVE_SECONDS)
+    listener = Listener(create_app(engine, settings), bound, settings)
     await listener.start()
     await _first(engine.asked_to_stop.wait(), _announce(engine, settings))
     await _first(engine.drain(settings.drain_timeout), hurried.wait())

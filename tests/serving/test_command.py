@@ -214,3 +214,7 @@ def test_the_name_that_clients_see():
     assert parse_settings(["--model", "/models/Qwen3-VL-2B/"]).model_id == "Qwen3-VL-2B"
     assert parse_settings(["--model", "/models/x", "--model-id", "mine"]).model_id == "mine"
     assert parse_settings([]).host == "127.0.0.1"
+        ["--header-timeout", "-1"],
+        ["--body-timeout", "soon"],
+        ["--idle-timeout", "nan"],
+        ["--stall-timeout", "inf"],
