@@ -15,6 +15,7 @@ from typing import Any
 import models
 from models.model import find_folder
 from serving import request_log
+from serving.access import is_loopback
 from serving.app import create_app
 from serving.engine import Engine
 from serving.listener import Listener
@@ -98,6 +99,8 @@ def main() -> int:
         return 2
     host, port = bound.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
+    if settings.api_key is None and not is_loopback(host):
+        log.warning("without an API key, everybody who can reach %s:%d may use this server", address, port)
     print(f"listening on http://{address}:{port}; loading {settings.model}", flush=True)
     return asyncio.run(run(settings, bound))
 
