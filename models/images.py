@@ -8,6 +8,8 @@ import json
 import math
 import threading
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -40,23 +42,48 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     Raises:
         MediaError: not a picture of a known format, cut off, or more than `max_pixels` (said before it is decoded).
     """
+    with quiet_pillow():
+        return upright_rgb(open_header(data, max_pixels))
+
+
+def picture_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+    """Width and height of a file, as its header has them: nothing is decoded.
+
+    Raises:
+        MediaError: as `open_image`, as far as the header tells.
+    """
+    with quiet_pillow():
+        return open_header(data, max_pixels).size
+
+
+@contextmanager
+def quiet_pillow() -> Iterator[None]:
+    """Keeps back what Pillow warns of, large or odd files: the checks here are stricter."""
+    with _PILLOW_WARNINGS, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def open_header(data: bytes, max_pixels: int, formats: Sequence[str] = FORMATS) -> Image.Image:
+    """The file as Pillow opens it: its size is known and allowed, nothing is decoded. Within `quiet_pillow`.
+
+    Raises:
+        MediaError: as `open_image`.
+    """
+    image = _opened(data, max_pixels, formats)
+    if image.width * image.height > max_pixels:
+        raise MediaError(f"the picture has {image.width} x {image.height} pixels; at most {max_pixels} are allowed")
+    _check_aspect(image.height, image.width)
+    return image
+
+
+def _opened(data: bytes, max_pixels: int, formats: Sequence[str]) -> Image.Image:
     if not data:
         raise MediaError("the picture is empty: 0 bytes")
-    with _PILLOW_WARNINGS, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow warns of large or odd files; the checks here are stricter
-        image = _header(data, max_pixels)
-        if image.width * image.height > max_pixels:
-            raise MediaError(f"the picture has {image.width} x {image.height} pixels; at most {max_pixels} are allowed")
-        _check_aspect(image.height, image.width)
-        return upright_rgb(image)
-
-
-def _header(data: bytes, max_pixels: int) -> Image.Image:
-    """The file as Pillow opens it: its size is known, nothing is decoded."""
     try:
-        return Image.open(io.BytesIO(data), formats=FORMATS)
+        return Image.open(io.BytesIO(data), formats=formats)
     except UnidentifiedImageError:
-        raise MediaError(f"the picture is damaged or in none of the formats {', '.join(FORMATS)}") from None
+        raise MediaError(f"the picture is damaged or in none of the formats {', '.join(formats)}") from None
     except Image.DecompressionBombError:
         raise MediaError(f"the picture is too large: at most {max_pixels} pixels are allowed") from None
     except Exception as error:  # decoders raise whatever a damaged file leads them to

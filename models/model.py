@@ -56,7 +56,7 @@ def load(
     Weights that a folder holds as they are kept are used where its file is mapped: no copy, one for all processes.
     With `mapped=False` they are copied into memory of their own, in huge pages, which is read faster.
     `max_context` limits prompt and answer together, by default to 4096 tokens or what the model was made for;
-    `max_image_tokens` limits each picture.
+    `max_image_tokens` limits each picture, and each video with all its frames.
 
     Raises:
         ConfigError: an argument or `config.json` asks for something that does not exist.

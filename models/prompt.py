@@ -88,7 +88,7 @@ class PromptBuilder:
         if kind not in ("image", "video"):
             raise PromptError(f"a content part must be of type text, image or video, found {kind!r}")
         if self.processor is None:
-            raise PromptError("this model takes text only, but the conversation has a picture")
+            raise PromptError(f"this model takes text only, but the conversation has a part of type {kind}")
         visual, times = self._image(part) if kind == "image" else self._video(part)
         media.visuals.append(visual)
         media.times.append(times)

@@ -15,12 +15,13 @@ from typing import Any
 import models
 from models.model import find_folder
 from serving import request_log
+from serving.access import is_loopback
 from serving.app import create_app
 from serving.engine import Engine
 from serving.listener import Listener
 from serving.settings import Settings, parse_settings
 
-KEEP_ALIVE_SECONDS = 75  # longer than the idle time of common client pools
+log = logging.getLogger("kestrel.command")
 CLOSING_SECONDS = 3.0  # for the last frames to reach their clients
 
 
@@ -57,7 +58,7 @@ async def run(settings: Settings, bound: socket.socket) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    listener = Listener(create_app(engine, settings), bound, settings, keep_alive=KEEP_ALIVE_SECONDS)
+    listener = Listener(create_app(engine, settings), bound, settings)
     await listener.start()
     await _first(engine.asked_to_stop.wait(), _announce(engine, settings))
     await _first(engine.drain(settings.drain_timeout), hurried.wait())
@@ -98,6 +99,8 @@ def main() -> int:
         return 2
     host, port = bound.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
+    if not settings.api_keys and not is_loopback(host):
+        log.warning("without an API key, everybody who can reach %s:%d may use this server", address, port)
     print(f"listening on http://{address}:{port}; loading {settings.model}", flush=True)
     return asyncio.run(run(settings, bound))
 

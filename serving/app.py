@@ -52,7 +52,7 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
 
         def end(task: asyncio.Task[None]) -> None:
             outcome = request_log.end(record, task)
-            if outcome != "finished" and not record.quiet:
+            if outcome != "finished" and not record.quiet and not record.completed:
                 engine.metrics.unfinished(outcome)
 
         asyncio.current_task().add_done_callback(end)

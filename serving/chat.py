@@ -19,7 +19,7 @@ from serving.answer import Answer
 from serving.chat_request import ChatRequest
 from serving.engine import Engine
 from serving.errors import bad_request
-from serving.generation_request import seeded
+from serving.generation_request import check_token_ids, seeded
 from serving.job import Job, Work
 from serving.media import conversation
 from serving.streaming import choice_steps, event_stream
@@ -30,11 +30,12 @@ from serving.tool_calls import ToolCallParser
 class Prepared:
     """What a request has become on its way to the engine: what to run for each choice, all with one prompt.
     `in_reasoning` tells that its template opens the reasoning; `last_user_tokens` counts the text of the last user
-    turn."""
+    turn; `matched` those of the request's `context_tokens` with which the prompt begins, None if there were none."""
 
     work: list[Work]
     in_reasoning: bool
     last_user_tokens: int
+    matched: int | None
 
 
 @dataclass
@@ -100,7 +101,9 @@ class Exchange:
             return {}
         extras: dict[str, Any] = {}
         if events or self.request.asks("include_metrics"):
-            extras["metrics"] = replies.metrics(self.job, self.prompt, self.prepared.last_user_tokens, self.steps)
+            metrics = replies.metrics(self.job, self.prompt, self.prepared.last_user_tokens, self.steps)
+            matched = self.prepared.matched
+            extras["metrics"] = metrics if matched is None else metrics | {"context_tokens": matched}
         if events or self.request.asks("include_tokens"):
             extras["history_tokens"] = replies.history(self.prompt, self.steps)
         return extras
@@ -137,6 +140,7 @@ def prepare(model: LoadedModel, request: ChatRequest) -> Prepared:
         model.check_sampling(sampling)
     except KestrelError as error:
         raise bad_request(str(error), "logit_bias") from None
+    check_token_ids(request.context_tokens or [], model.tokenizer, "context_tokens")
     try:
         messages = conversation(request)
         prompt = model.prompt(messages, **request.template_settings)
@@ -151,7 +155,21 @@ def prepare(model: LoadedModel, request: ChatRequest) -> Prepared:
     room = model.max_context - len(prompt.token_ids)
     limit = min(request.limit or room, room)
     work = [Work(prompt, limit, request.stops, seeded(sampling, index)) for index in range(request.n or 1)]
-    return Prepared(work, in_reasoning, _last_user_tokens(model.tokenizer, messages))
+    matched = _matched(request.context_tokens, prompt)
+    return Prepared(work, in_reasoning, _last_user_tokens(model.tokenizer, messages), matched)
+
+
+def _matched(ids: list[int] | None, prompt: Prompt) -> int | None:
+    """How many `context_tokens` the prompt begins with: all of them, or none; None if the client sent none.
+
+    The original puts these ids before the last user turn, whatever the messages before it say. Here the messages alone
+    decide, because ids that spell anything else could hold control tokens, which no client may write. To know that
+    they are the same, the whole prompt has to be encoded, so that they change nothing and save nothing.
+    """
+    if ids is None:
+        return None
+    same = not prompt.visuals and prompt.token_ids[: len(ids)].tolist() == ids  # pads look alike for all pictures
+    return len(ids) if same else 0
 
 
 def _turn_opened(prompt: Prompt, tokenizer: Tokenizer) -> str:

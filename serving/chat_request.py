@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 from models.sampling import MAX_TOP_LOGPROBS
+from serving.content_parts import check_content
 from serving.errors import bad_request
 from serving.generation_request import Count, GenerationRequest, StreamOptions, check_bias_names
 from serving.json_body import Strict, checked_fields, parse_json
@@ -14,6 +16,13 @@ from serving.tools import MOST_TOOLS, SentCall, Tool, check_tools, opening_of
 
 TEMPLATE_NAMES = {"self", "messages", "added", "tools", "add_generation_prompt"}  # what the server itself passes
 Role = Literal["system", "developer", "user", "assistant", "tool"]
+CONTEXT_MODE = re.compile("full|none|last([1-9][0-9]{0,5})?")
+
+
+def _known_mode(mode: str) -> str:
+    if not CONTEXT_MODE.fullmatch(mode):
+        raise ValueError("should be 'full', 'last', 'none', or 'last' with a number such as 'last4'")
+    return mode
 
 
 class Message(Strict):
@@ -48,11 +57,24 @@ class ChatRequest(GenerationRequest):
     response_format: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    context_mode: Annotated[str, AfterValidator(_known_mode)] | None = None
+    context_tokens: list[int] | None = None
 
     @property
     def limit(self) -> int | None:
         """The most tokens to generate; the newer field wins."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def kept_messages(self) -> list[tuple[int, Message]]:
+        """The messages that `context_mode` lets the model see, with their places in the request: all of them, or the
+        first system message and the last one or several."""
+        messages = list(enumerate(self.messages))
+        if self.context_mode in (None, "full"):
+            return messages
+        window = messages[-int(CONTEXT_MODE.fullmatch(self.context_mode)[1] or 1) :]
+        system = next((entry for entry in messages if entry[1].role in ("system", "developer")), window[0])
+        return window if system[0] >= window[0][0] else [system, *window]
 
     @property
     def alternatives(self) -> int:
@@ -90,34 +112,10 @@ def checked_chat_request(values: dict[str, Any]) -> ChatRequest:
     """The same for what has been read."""
     request = checked_fields(ChatRequest, values)
     for index, message in enumerate(request.messages):
-        check_content(message, f"messages.{index}.content")
+        check_content(message.content, f"messages.{index}.content", optional=message.role == "assistant")
     check_bias_names(request)
     _check_supported(request)
     return request
-
-
-def check_content(message: Message, param: str) -> None:
-    """Text, or a list of parts; only an assistant may say nothing (its tool calls speak)."""
-    content = message.content
-    if isinstance(content, str) or (content is None and message.role == "assistant"):
-        return
-    if not isinstance(content, list) or not content:
-        raise bad_request(f"'{param}' should be a text or a list of parts, found {content!r:.80}", param)
-    for index, part in enumerate(content):
-        _check_part(part, f"{param}.{index}")
-
-
-def _check_part(part: Any, param: str) -> None:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text":
-        if not isinstance(part.get("text"), str):
-            raise bad_request(f"'{param}.text' should be a text", f"{param}.text")
-    elif kind == "image_url":
-        url = part.get("image_url")
-        if not isinstance(url, dict) or not isinstance(url.get("url"), str):
-            raise bad_request(f"'{param}.image_url' should be an object with a 'url'", f"{param}.image_url")
-    else:
-        raise bad_request(f"'{param}.type' should be 'text' or 'image_url', found {kind!r:.80}", f"{param}.type")
 
 
 def _check_supported(request: ChatRequest) -> None:

@@ -21,7 +21,7 @@ from models.tokenizer import Tokenizer
 from serving import replies
 from serving.engine import Engine
 from serving.errors import bad_request
-from serving.generation_request import GenerationRequest, check_bias_names, seeded
+from serving.generation_request import GenerationRequest, check_bias_names, check_token_ids, seeded
 from serving.job import Job, Work
 from serving.json_body import read_fields
 from serving.streaming import choice_steps, event_stream
@@ -95,9 +95,7 @@ def token_ids(prompt: str | list[int], tokenizer: Tokenizer) -> list[int]:
         ApiError: 400 for an id that the vocabulary does not have.
     """
     if isinstance(prompt, list):
-        wrong = next((token for token in prompt if not 0 <= token < tokenizer.vocab_size), None)
-        if wrong is not None:
-            raise bad_request(f"'prompt': token ids lie in 0..{tokenizer.vocab_size - 1}, found {wrong}", "prompt")
+        check_token_ids(prompt, tokenizer, "prompt")
         return prompt
     names = {token.text: token.token_id for token in tokenizer.added}
     tokens = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or "(?!)"

@@ -174,7 +174,7 @@ class Engine:
     def _end(self, job: Job, last: Step | Failure | None) -> None:
         """Frees the place of a job before its client can know that it has ended."""
         self._live.discard(job)
-        if isinstance(last, Step) and not job.ended:
+        if isinstance(last, Step) and not job.ended and not job.cancelled:  # else it counts as what ended it
             self.metrics.completed(job, last.finish_reason)
         if last is not None:
             job.deliver(last)

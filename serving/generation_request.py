@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from models import SamplingParams
+from models.tokenizer import Tokenizer
 from serving.errors import bad_request
 from serving.json_body import Strict
 
@@ -72,6 +73,13 @@ def check_bias_names(request: GenerationRequest) -> None:
     for token in request.logit_bias or ():
         if not token.isascii() or not token.isdecimal():
             raise bad_request(f"'logit_bias' should map token ids to numbers, found {token!r:.40}", "logit_bias")
+
+
+def check_token_ids(ids: list[int], tokenizer: Tokenizer, param: str) -> None:
+    """Refuses ids that the vocabulary does not have."""
+    wrong = next((token for token in ids if not 0 <= token < tokenizer.vocab_size), None)
+    if wrong is not None:
+        raise bad_request(f"'{param}': token ids lie in 0..{tokenizer.vocab_size - 1}, found {wrong}", param)
 
 
 def seeded(sampling: SamplingParams, index: int) -> SamplingParams:

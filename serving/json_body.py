@@ -12,7 +12,6 @@ from quart import request
 
 from serving.errors import ApiError, bad_request
 
-BODY_SECONDS = 60
 DEEPEST_NESTING = 64
 # A union reports each of its branches; their names are no part of the request.
 BRANCHES = ("list[", "constrained-", "function-", "literal[", "dict[")
@@ -27,23 +26,24 @@ class Strict(BaseModel):
 Fields = TypeVar("Fields", bound=Strict)
 
 
-async def read_body() -> bytes:
-    """The request's body. Quart's own time limit uses `asyncio.wait_for`, which up to Python 3.11 loses a cancellation
-    that arrives together with the body: the request of a client that hangs up at once would run to its end.
+async def read_body(seconds: float) -> bytes:
+    """The request's body, which may take so many seconds; 0: any number. Quart's own time limit uses
+    `asyncio.wait_for`, which up to Python 3.11 loses a cancellation that arrives together with the body: the request of
+    a client that hangs up at once would run to its end.
 
     Only what says that it is JSON is taken: browsers send other types across origins without asking, which would let
     any web page use a server on its reader's own machine.
 
     Raises:
-        ApiError: 415 for another type of content; 408 if the body takes longer than a minute.
+        ApiError: 415 for another type of content; 408 if the body takes longer.
     """
     if not request.is_json or request.headers.get("Content-Encoding", "identity") != "identity":
         raise ApiError(415, "the body should be JSON, sent as 'Content-Type: application/json' and not compressed")
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(seconds or None):
             return await request.get_data()
     except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS} seconds") from None
+        raise ApiError(408, f"the body did not arrive within {seconds:g} seconds") from None
 
 
 def read_fields(kind: type[Fields], body: bytes) -> Fields:

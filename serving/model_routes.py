@@ -36,7 +36,7 @@ def model_routes(engine: Engine, settings: Settings, workers: ThreadPoolExecutor
     @blueprint.post("/v1/chat/completions")
     async def chat_completions() -> Response:
         """A chat completion, streamed or whole."""
-        asked = parse_chat_request(await read_body())
+        asked = parse_chat_request(await read_body(settings.body_timeout))
         exchange = await chat.begin(engine, asked, settings.model_id, admit(asked.model), workers)
         if asked.stream:
             return _streamed(chat.stream(exchange, settings.kestrel_events, ping_seconds))
@@ -45,7 +45,7 @@ def model_routes(engine: Engine, settings: Settings, workers: ThreadPoolExecutor
     @blueprint.post("/v1/completions")
     async def text_completions() -> Response:
         """What follows on prompts that are taken as they are."""
-        asked = parse_completion_request(await read_body())
+        asked = parse_completion_request(await read_body(settings.body_timeout))
         completion = await completions.begin(engine, asked, settings.model_id, admit(asked.model), workers)
         if asked.stream:
             return _streamed(completions.stream(completion, ping_seconds))
@@ -54,7 +54,7 @@ def model_routes(engine: Engine, settings: Settings, workers: ThreadPoolExecutor
     @blueprint.post("/v1/messages")
     async def anthropic_messages() -> Response:
         """A chat in the form of Anthropic's API."""
-        asked = parse_messages_request(await read_body())
+        asked = parse_messages_request(await read_body(settings.body_timeout))
         exchange = await chat.begin(engine, asked, settings.model_id, admit(asked.model), workers)
         return (
             _streamed(messages.stream(exchange, ping_seconds))
@@ -65,7 +65,7 @@ def model_routes(engine: Engine, settings: Settings, workers: ThreadPoolExecutor
     @blueprint.post("/tokenize")
     async def tokenize() -> Response:
         """The token ids of a text or a conversation."""
-        asked = parse_tokenize_request(await read_body())
+        asked = parse_tokenize_request(await read_body(settings.body_timeout))
         _check_model(asked.model, settings)
         return jsonify(await counter.answer(asked))
 

@@ -37,6 +37,11 @@ class Record:
         """Whether it gets no line: probes and page loads come all the time, and nothing is computed for them."""
         return self.method in READING and (self.path == "/health" or self.status is None or self.status < 400)
 
+    @property
+    def completed(self) -> bool:
+        """Whether the engine has completed its answers, and counted them, even if the client has not got them all."""
+        return bool(self.jobs) and all(job.finish_reason for job in self.jobs)
+
     def outcome(self, left: bool) -> Outcome:
         """How it ended; `left` tells that it was cut off."""
         if left:

@@ -45,6 +45,10 @@ class Settings:
     max_context: int | None = None
     max_image_tokens: int = 1280
     max_body_bytes: int = 32 * 2**20
+    header_timeout: float = 20.0
+    body_timeout: float = 60.0
+    idle_timeout: float = 75.0
+    stall_timeout: float = 60.0
     drain_timeout: float = 30.0
     ping_seconds: float = 15.0
     kestrel_events: bool = False
@@ -118,6 +122,18 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
     parser.add_argument("--max-context", type=int, help="tokens of prompt and answer together")
     parser.add_argument("--max-image-tokens", type=int, default=default.max_image_tokens, help="tokens of one picture")
     parser.add_argument("--max-body-bytes", type=_count, default=default.max_body_bytes, help="size of a request")
+    parser.add_argument(
+        "--header-timeout", type=_seconds, default=default.header_timeout, help="seconds for a request's head; 0: any"
+    )
+    parser.add_argument(
+        "--body-timeout", type=_seconds, default=default.body_timeout, help="seconds for a request's body; 0: any"
+    )
+    parser.add_argument(
+        "--idle-timeout", type=_seconds, default=default.idle_timeout, help="seconds between requests; 0: any"
+    )
+    parser.add_argument(
+        "--stall-timeout", type=_seconds, default=default.stall_timeout, help="seconds without reading; 0: any"
+    )
     parser.add_argument("--drain-timeout", type=_seconds, default=default.drain_timeout, help="seconds at shutdown")
     parser.add_argument(
         "--ping-seconds", type=_seconds, default=default.ping_seconds, help="silence before a comment; 0: none"

@@ -48,7 +48,7 @@ class CalledFunction(Strict):
     """What the assistant has called in an earlier turn."""
 
     name: str
-    arguments: Annotated[dict[str, Any], BeforeValidator(_object_of)]
+    arguments: Annotated[dict[str, Any], BeforeValidator(_object_of, json_schema_input_type=str | dict[str, Any])]
 
 
 class SentCall(Strict):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from models.errors import CheckpointError, ConfigError, MediaError
-from models.images import MAX_PIXELS, ImageProcessor, open_image, smart_resize
+from models.images import MAX_PIXELS, ImageProcessor, open_image, picture_size, smart_resize
 
 REFERENCES = Path(__file__).parents[1] / "references"
 FOLDER = REFERENCES / "processor"
@@ -139,8 +139,17 @@ def test_more_pixels_than_the_limit_are_refused_without_a_warning(size):
 def test_the_limit_is_the_callers():
     data = encoded(Image.new("L", (100, 100)), "PNG")
     assert open_image(data, 10_000).size == (100, 100)
-    with pytest.raises(MediaError, match="100 x 100 pixels; at most 9999"):
-        open_image(data, 9_999)
+    for read in (open_image, picture_size):
+        with pytest.raises(MediaError, match="100 x 100 pixels; at most 9999"):
+            read(data, 9_999)
+
+
+def test_the_size_is_known_without_decoding():
+    """Even of a file that is cut off."""
+    data = encoded(Image.new("RGB", (70, 50)), "PNG")
+    assert picture_size(data[:60]) == (70, 50)
+    with pytest.raises(MediaError, match="damaged"):
+        open_image(data[:60])
 
 
 @pytest.mark.parametrize("size", [(201, 1), (1, 201), (402, 2)])

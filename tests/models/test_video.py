@@ -1,6 +1,8 @@
 """Videos against transformers' video processor (see tests/references/make_processor_references.py)."""
 
+import contextlib
 import hashlib
+import io
 import json
 import math
 from pathlib import Path
@@ -11,7 +13,7 @@ from PIL import Image
 
 from models.errors import MediaError
 from models.images import ImageProcessor
-from models.video import MAX_FRAMES, frame_size, process_video
+from models.video import MAX_FRAMES, frame_size, process_video, read_animation
 
 REFERENCES = Path(__file__).parents[1] / "references"
 REFERENCE = json.loads((REFERENCES / "processor.json").read_text())
@@ -56,13 +58,15 @@ def test_a_group_has_the_time_between_its_frames(count, fps, expected):
     assert process_video(frames(count), fps, PUBLISHED)[1] == expected
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 32])
 @pytest.mark.parametrize("budget", [4, 50, 1280])
-def test_a_frame_group_costs_no_more_than_a_picture(count, budget):
+def test_a_video_costs_no_more_than_a_picture(count, budget):
+    """Unless it has more groups than the budget has tokens: each has one."""
     processor = ImageProcessor.from_folder(None, max_image_tokens=budget)
+    groups = -(-count // 2)
     for size in ((3000, 2000), (33, 900), (640, 480)):
         rows, columns = frame_size(count, *size, processor)
-        assert rows * columns // 32**2 <= budget
+        assert groups * rows * columns // 32**2 <= max(budget, groups)
 
 
 def test_many_frames_share_the_volume():
@@ -109,3 +113,85 @@ def test_the_frame_rate_must_be_positive(fps):
 def test_a_long_narrow_video_is_refused():
     with pytest.raises(MediaError, match="200 times"):
         process_video([Image.new("RGB", (8100, 40))], 1.0, PUBLISHED)
+
+
+def animation(kind: str, count: int, duration: list[float] | float, **options) -> bytes:
+    """A file of frames in greys that grow lighter."""
+    pictures = [Image.new("L", (40, 30), 7 * index).convert("RGB") for index in range(count)]
+    file = io.BytesIO()
+    lossless = {"lossless": True} if kind == "WEBP" else {}
+    pictures[0].save(file, kind, save_all=True, append_images=pictures[1:], duration=duration, **lossless, **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_an_animation_is_read(kind):
+    pictures, fps = read_animation(animation(kind, 5, [100, 200, 300, 400, 250]))
+    assert [picture.mode for picture in pictures] == ["RGB"] * 5
+    assert [picture.getpixel((20, 15))[1] for picture in pictures] == [0, 7, 14, 21, 28]
+    assert fps == pytest.approx(5 / 1.25)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_a_still_picture_is_one_frame(kind):
+    pictures, _ = read_animation(animation(kind, 1, 100))
+    assert [picture.size for picture in pictures] == [(40, 30)]
+
+
+def test_a_delay_that_is_none_counts_as_in_browsers():
+    assert read_animation(animation("GIF", 4, 0))[1] == 10
+    assert read_animation(animation("GIF", 4, 20))[1] == 50
+
+
+def test_the_picture_for_programs_without_animations_is_no_frame():
+    pictures, fps = read_animation(animation("PNG", 4, 500, default_image=True))
+    assert [picture.getpixel((0, 0))[0] for picture in pictures] == [7, 14, 21]
+    assert fps == 2
+
+
+def test_what_is_transparent_in_a_frame_is_white():
+    pictures = [Image.new("RGBA", (40, 30), (200, 0, 0, 255)) for _ in range(3)]
+    for index, picture in enumerate(pictures):
+        picture.paste((0, 0, 0, 0), (10 * index, 0, 10 * index + 10, 30))
+    for kind in ("GIF", "WEBP", "PNG"):
+        file = io.BytesIO()
+        options = {"disposal": 2} if kind == "GIF" else {"lossless": True} if kind == "WEBP" else {"disposal": 1}
+        pictures[0].save(file, kind, save_all=True, append_images=pictures[1:], duration=100, **options)
+        for index, picture in enumerate(read_animation(file.getvalue())[0]):
+            assert picture.getpixel((10 * index + 5, 5)) == (255, 255, 255), kind
+            assert picture.getpixel((10 * index + 15, 5)) == (200, 0, 0), kind
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_the_limits_of_an_animation(kind):
+    data = animation(kind, 6, 100)
+    assert len(read_animation(data, max_frames=6, max_pixels=6 * 1200)[0]) == 6
+    with pytest.raises(MediaError, match="more than 5 frames"):
+        read_animation(data, max_frames=5)
+    with pytest.raises(MediaError, match="with frame 5, of 40 x 30, the video has more than the 7199 pixels"):
+        read_animation(data, max_pixels=6 * 1200 - 1)
+
+
+def test_what_does_not_fit_is_not_decoded(monkeypatch):
+    decoded = []
+    monkeypatch.setattr("models.video.upright_rgb", lambda image: decoded.append(image))
+    with pytest.raises(MediaError, match="with frame 2"):
+        read_animation(animation("GIF", 6, 100), max_pixels=2 * 1200)
+    assert len(decoded) == 2
+
+
+@pytest.mark.parametrize("data", [b"", b"\0\0\0\x18ftypmp42\0\0\0\0mp42isom", b"GIF89a", b"RIFF\x10\0\0\0WEBPVP8 "])
+def test_what_is_no_animation_is_refused(data):
+    with pytest.raises(MediaError):
+        read_animation(data)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_a_damaged_animation_is_refused_or_shorter(kind):
+    """Wherever it is cut off, and whatever bytes are wrong."""
+    data = animation(kind, 4, 100)
+    damaged = [data[:length] for length in range(0, len(data), 7)]
+    damaged += [data[:place] + bytes([data[place] ^ 0x55]) + data[place + 1 :] for place in range(0, len(data), 5)]
+    for file in damaged:
+        with contextlib.suppress(MediaError):
+            assert 1 <= len(read_animation(file)[0]) <= 4

@@ -67,7 +67,7 @@ async def scripted_server(
     port = bound.getsockname()[1]
     app = create_app(engine, chosen)
     app.config.update(app_config or {})
-    listener = Listener(app, bound, chosen, keep_alive=5)
+    listener = Listener(app, bound, chosen)
     await listener.start()
     url = f"http://127.0.0.1:{port}"
     async with httpx.AsyncClient(base_url=url, timeout=30) as client:

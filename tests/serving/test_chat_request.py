@@ -104,6 +104,11 @@ def test_messages_must_be_there():
         ("response_format", [{"type": "json_object"}, "json"]),
         ("stream_options", [5]),
         ("model", [5]),
+        (
+            "context_mode",
+            ["", "first", "Last", "last0", "last-1", "last 4", "last1.5", "last\u0664", "last4\n", 4, True],
+        ),
+        ("context_tokens", ["1", 5, [1, True], [1.0], ["1"], [[1]]]),
     ],
 )
 def test_values_that_are_refused(field, values):
@@ -174,3 +179,37 @@ def test_seeds_of_choices_differ_and_follow_from_the_requests():
     assert [first for first, *_ in seeds] == [-1, 0, 1, 2**63 - 1]
     assert len({seed % 2**64 for row in seeds for seed in row}) == 32
     assert seeded(SamplingParams(), 3) == SamplingParams()
+
+
+def test_what_context_modes_there_are_is_said():
+    error = refused(context_mode="first")
+    assert "'full', 'last', 'none', or 'last' with a number such as 'last4', found 'first'" in error.message
+
+
+@pytest.mark.parametrize(
+    ("roles", "mode", "kept"),
+    [
+        ("suaua", None, [0, 1, 2, 3, 4]),
+        ("suaua", "full", [0, 1, 2, 3, 4]),
+        ("suaua", "last", [0, 4]),
+        ("suaua", "none", [0, 4]),
+        ("suaua", "last1", [0, 4]),
+        ("suaua", "last3", [0, 2, 3, 4]),
+        ("suaua", "last4", [0, 1, 2, 3, 4]),
+        ("suaua", "last5", [0, 1, 2, 3, 4]),
+        ("suaua", "last999999", [0, 1, 2, 3, 4]),
+        ("duaua", "last2", [0, 3, 4]),
+        ("uaua", "last2", [2, 3]),
+        ("uasua", "last", [2, 4]),
+        ("uasua", "last3", [2, 3, 4]),
+        ("susua", "last3", [0, 2, 3, 4]),
+        ("s", "last", [0]),
+        ("u", "none", [0]),
+    ],
+)
+def test_what_the_context_mode_keeps(roles, mode, kept):
+    names = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
+    messages = [{"role": names[role], "content": str(place)} for place, role in enumerate(roles)]
+    found = parse(messages=messages, context_mode=mode).kept_messages
+    assert [place for place, _ in found] == kept
+    assert [message.content for _, message in found] == [str(place) for place in kept]

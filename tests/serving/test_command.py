@@ -185,6 +185,26 @@ def test_a_port_in_use_is_said(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
+    ("host", "keys", "warned"),
+    [
+        ("127.0.0.1", (), False),
+        ("localhost", (), False),
+        ("0.0.0.0", (), True),
+        ("0.0.0.0", ("key",), False),
+    ],
+)
+def test_a_server_that_others_can_reach_without_a_key_is_warned_of(monkeypatch, caplog, host, keys, warned):
+    async def serve_nobody(settings: Settings, bound: socket.socket) -> int:
+        bound.close()
+        return 0
+
+    monkeypatch.setattr(command, "run", serve_nobody)
+    monkeypatch.setattr(command, "parse_settings", lambda: Settings(host=host, port=0, api_keys=keys))
+    assert command.main() == 0
+    assert [record.message.startswith("without an API key") for record in caplog.records] == [True] * warned
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ["--max-queued", "-1"],
@@ -197,6 +217,10 @@ def test_a_port_in_use_is_said(monkeypatch, capsys):
         ["--ping-seconds", "-1"],
         ["--ping-seconds", "nan"],
         ["--drain-timeout", "inf"],
+        ["--header-timeout", "-1"],
+        ["--body-timeout", "soon"],
+        ["--idle-timeout", "nan"],
+        ["--stall-timeout", "inf"],
         ["--dtype", "int4"],
         ["--weights", "good"],
         ["--no-such-flag"],

@@ -9,7 +9,7 @@ import random
 import httpx
 import pytest
 
-from serving import listener
+from serving import connection
 from serving.chat_request import ChatRequest
 
 from .conftest import Server, scripted_server
@@ -144,11 +144,13 @@ async def test_a_refusal_reaches_a_client_that_is_still_sending():
 
 async def test_a_client_that_never_finishes_a_refused_body_is_cut_off(monkeypatch):
     """Its connection is the only one that there may be."""
-    monkeypatch.setattr(listener, "DISCARDING_SECONDS", 0.1)
+    monkeypatch.setattr(connection, "SILENCE_SECONDS", 0.1)
     async with scripted_server(max_connections=1) as server, asyncio.timeout(10):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(b"POST /v1/nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nsome")
-        assert (await reader.read()).startswith(b"HTTP/1.1 404")
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 404")
+        assert b"\r\nconnection: close\r\n" in answer.lower()
         while (await server.client.get("/health")).status_code == 503:
             await asyncio.sleep(0.01)
         writer.close()

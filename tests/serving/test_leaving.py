@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import logging
 import random
 import socket
 import struct
+from collections import Counter
 
+import psutil
 import pytest
 
-from .chat_client import ask, raw_request, stuck_socket
+from .chat_client import COMPLETIONS, ask, raw_request, stuck_socket
 from .conftest import Server, scripted_server
 from .scripted_model import ScriptedModel
 
@@ -112,6 +117,74 @@ async def test_leaving_at_random_moments(server):
     assert len(leavers) == 30
     assert [task.result() for task in stayers] == [f"the code word is {number * 1111}" for number in range(8)]
     await server.idle()
+
+
+MOMENTS = ("in the head", "in the body", "at once", "admitted", "later", "first token", "some tokens")
+STRAY = (b"", b"", b"\r\n", b"x" * 100, b"x" * 200_000, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+STRAY += (raw_request("again"),)
+
+
+async def leave_at(server: Server, chance: random.Random, moment: str) -> None:
+    """One client that leaves at this moment, in one of the ways there are; whole answers have no moments to see."""
+    stream = moment in ("admitted", "first token", "some tokens") or chance.random() < 0.5
+    request = raw_request(LONG[: chance.randrange(20, 60)], stream=stream)
+    head = request.index(b"\r\n\r\n") + 4
+    cuts = {"in the head": chance.randrange(head), "in the body": chance.randrange(head, len(request))}
+    sent = request[: cuts[moment]] if moment in cuts else request + chance.choice(STRAY)
+    reader, writer = await connect(server, sent)
+    with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+        if moment == "later":
+            await asyncio.sleep(chance.random() * 0.1)
+        for _ in range({"admitted": 1, "first token": 2, "some tokens": chance.randrange(3, 20)}.get(moment, 0)):
+            await reader.readuntil(b"data: ")
+    with contextlib.suppress(OSError):
+        leave(writer, chance.choice(["close", "reset", "half"]))
+        await asyncio.sleep(0.05)
+    writer.transport.abort()
+
+
+@pytest.fixture
+def lines(caplog, monkeypatch):
+    """The lines of the request log so far, as objects."""
+    monkeypatch.setattr(logging.getLogger("kestrel.requests"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="kestrel.requests")
+    return lambda: [json.loads(r.getMessage()) for r in caplog.records if r.name == "kestrel.requests"]
+
+
+async def test_hundreds_of_leaves_leave_nothing_behind(server, lines):
+    """Six at a time, at every moment and in every way, while others are served: no place, file or task is kept, and
+    what the log says of each request adds up to the counters."""
+    chance = random.Random(13)
+    process = psutil.Process()
+    assert await ask(server, "first") == "first"
+    files, tasks = process.num_fds(), len(asyncio.all_tasks())
+    moments = [moment for moment in MOMENTS for _ in range(45)]
+    chance.shuffle(moments)
+    left = iter(moments)
+
+    async def leavers() -> None:
+        for moment in left:
+            await leave_at(server, chance, moment)
+
+    async def stayer() -> list[str]:
+        return [await ask(server, f"the code word is {number}") for number in range(20)]
+
+    server.model.pace = 0.0002
+    async with asyncio.TaskGroup() as group:
+        staying = group.create_task(stayer())
+        for _ in range(6):
+            group.create_task(leavers())
+    assert staying.result() == [f"the code word is {number}" for number in range(20)]
+    await server.idle()
+    await server.until(lambda: process.num_fds() <= files and len(asyncio.all_tasks()) <= tasks, 30)
+    told, counts = [line for line in lines() if line["path"] == COMPLETIONS], server.engine.counts()
+    assert counts["active"] == counts["queued"] == counts["failed"] == counts["refused"] == 0
+    assert counts["admitted"] == sum("id" in line for line in told)
+    assert counts["completed"] == sum("finish_reason" in line for line in told)
+    assert counts["completed"] + counts["left"] == len(told)
+    generated = sum(line.get("generated_tokens", 0) for line in told)
+    assert generated <= counts["generation_tokens"] <= generated + counts["left"], "at most the token under way is more"
+    assert Counter(line["outcome"] for line in told).keys() == {"finished", "left"}
 
 
 async def test_a_reader_that_never_reads_delays_nobody_and_can_leave():

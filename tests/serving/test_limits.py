@@ -106,7 +106,7 @@ async def test_the_backlog_is_the_kernels():
     settings = Settings(port=0, backlog=7)
     bound = command.listening_socket(settings)
     assert backlog(bound) == 7
-    listener = Listener(Quart("nothing"), bound, settings, keep_alive=1)
+    listener = Listener(Quart("nothing"), bound, settings)
     await listener.start()
     assert backlog(bound) == 7
     await listener.close(0)

@@ -1,10 +1,11 @@
-"""Pictures in requests: taken from data URLs alone, refused by name, and decoded for admitted requests only."""
+"""Pictures and videos: taken from data URLs alone, refused by name, and decoded for admitted requests only."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import io
+import re
 import struct
 import time
 import zlib
@@ -16,6 +17,7 @@ from serving import media
 
 from .chat_client import COMPLETIONS, frames, text_of
 from .conftest import Server, scripted_server
+from .scripted_model import ScriptedModel
 
 PLACE = "messages.0.content.0.image_url.url"
 
@@ -155,3 +157,164 @@ async def test_decoding_does_not_hold_the_event_loop(server, monkeypatch):
     assert (await server.client.get("/health")).json()["queued"] == 1
     assert time.monotonic() - begin < 0.3
     assert (await slow).status_code == 200
+
+
+VIDEO = "messages.0.content.0.video_frames"
+FILE = "messages.0.content.0.video_url.url"
+MP4 = data_url(b"\0\0\0\x18ftypmp42\0\0\0\0mp42isom", "video/mp4")
+
+
+def filmed(*parts: dict, **fields) -> dict:
+    """A request with parts and a question."""
+    return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}], **fields}
+
+
+def video(count: int, **fields) -> dict:
+    """A part with frames that grow darker."""
+    frames = [data_url(png(96, 64, colour=(200 - 6 * index, 0, 0))) for index in range(count)]
+    return {"type": "video_frames", "video_frames": frames, **fields}
+
+
+def animation(kind: str, count: int, duration: float = 250) -> str:
+    """An animated file with the same frames."""
+    pictures = [Image.new("RGB", (96, 64), (200 - 6 * index, 0, 0)) for index in range(count)]
+    file = io.BytesIO()
+    pictures[0].save(file, kind, save_all=True, append_images=pictures[1:], duration=duration)
+    return data_url(file.getvalue(), f"image/{kind.lower()}")
+
+
+async def prompt_of(server: Server, request: dict) -> tuple[str, int]:
+    """What the model sees between the marks of the user's turn, with every visual token as `.`; the prompt's length."""
+    options = {"max_tokens": 1, "stream_options": {"include_tokens": True}}
+    response = await server.client.post(COMPLETIONS, json=request | options)
+    assert response.status_code == 200, response.text
+    answer, tokenizer = response.json(), server.model.tokenizer
+    shown = {tokenizer.id_of("<|video_pad|>"): ".", tokenizer.id_of("<|vision_start|>"): "["}
+    shown |= {tokenizer.id_of("<|vision_end|>"): "]", tokenizer.id_of("<|image_pad|>"): "#"}
+    text = "".join(shown.get(token) or tokenizer.decode([token]) for token in answer["history_tokens"])
+    tokens = answer["usage"]["prompt_tokens"]
+    return text.partition("user\n")[2].partition("what?")[0], tokens
+
+
+@pytest.mark.parametrize(
+    ("count", "fields", "times"),
+    [
+        (1, {}, [0.0]),
+        (4, {}, [0.2, 1.2]),  # 0.25 and 1.25, as Python and transformers round them
+        (5, {"fps": None}, [0.2, 1.2, 2.0]),
+        (4, {"fps": 0.5}, [1.0, 5.0]),
+        (3, {"fps": 10}, [0.1, 0.2]),
+    ],
+)
+async def test_frames_become_groups_with_times(server, count, fields, times):
+    shown, length = await prompt_of(server, filmed(video(count, **fields)))
+    assert shown == "".join(f"<{seconds} seconds>[......]" for seconds in times)
+    plain, without = await prompt_of(server, filmed({"type": "text", "text": ""}))
+    assert plain == ""
+    assert length - without == len(shown)
+
+
+@pytest.mark.parametrize(
+    ("kind", "times"), [("GIF", [0.1, 0.6, 1.0]), ("WEBP", [0.1, 0.6, 1.0]), ("PNG", [0.1, 0.6, 1.0])]
+)
+async def test_an_animation_is_a_video_at_its_own_pace(server, kind, times):
+    request = filmed({"type": "video_url", "video_url": {"url": animation(kind, 5)}})
+    frames = filmed(video(5, fps=4))
+    shown = await prompt_of(server, request)
+    assert shown == await prompt_of(server, frames)
+    assert shown[0] == "".join(f"<{seconds} seconds>[......]" for seconds in times)
+
+
+async def test_videos_and_pictures_side_by_side(server):
+    picture = {"type": "image_url", "image_url": {"url": data_url(png())}}
+    shown, _ = await prompt_of(server, filmed(picture, video(2), video(1), picture))
+    assert shown == f"[{'#' * 64}]<0.2 seconds>[......]<0.0 seconds>[......][{'#' * 64}]"
+
+
+async def test_a_video_costs_no_more_than_a_picture(server):
+    """The scripted model's budget is 64 tokens: the more frames, the smaller they become."""
+    for groups in (1, 4, 16):
+        large = [data_url(png(800, 600))] * 2 * groups
+        shown, _ = await prompt_of(server, filmed({"type": "video_frames", "video_frames": large}))
+        [tokens] = {len(group) for group in re.findall(r"\[(\.+)\]", shown)}
+        assert shown.count("[") == groups
+        assert 32 <= groups * tokens <= 64
+
+
+async def test_a_streamed_answer_to_a_video(server):
+    response = await server.client.post(COMPLETIONS, json=filmed(video(3), stream=True))
+    assert text_of(frames(response.text)) == "what?"
+
+
+@pytest.mark.parametrize(
+    ("part", "place", "message"),
+    [
+        ({}, VIDEO, "1 to 32 data URLs, found None"),
+        ({"video_frames": []}, VIDEO, "found 0 of them"),
+        ({"video_frames": [data_url(png())] * 33}, VIDEO, "found 33 of them"),
+        ({"video_frames": "data:"}, VIDEO, "found 'data:'"),
+        ({"video_frames": [data_url(png()), 5]}, f"{VIDEO}.1", "found 5"),
+        ({"video_frames": [data_url(png()), "http://127.0.0.1/x.png"]}, f"{VIDEO}.1", "not fetched"),
+        ({"video_frames": [data_url(png()), data_url(b"x")]}, f"{VIDEO}.1", "damaged"),
+        ({"video_frames": [data_url(png()), data_url(png()[:60])]}, f"{VIDEO}.1", "damaged"),
+        ({"video_frames": [data_url(png(1, 300))]}, f"{VIDEO}.0", "200 times"),
+        (
+            {"video_frames": [data_url(png()), data_url(png()), data_url(png(64, 65))]},
+            f"{VIDEO}.2",
+            "this frame is 64 x 65 and the first one 64 x 64",
+        ),
+        ({"video_frames": [data_url(png())], "fps": 0}, "messages.0.content.0.fps", "0.001 to 1000, found 0"),
+        ({"video_frames": [data_url(png())], "fps": True}, "messages.0.content.0.fps", "found True"),
+        ({"video_frames": [data_url(png())], "fps": "2"}, "messages.0.content.0.fps", "found '2'"),
+        ({"type": "video_url"}, "messages.0.content.0.video_url", "an object with a 'url'"),
+        ({"type": "video_url", "video_url": {"url": MP4}}, FILE, "send their frames"),
+        ({"type": "video_url", "video_url": {"url": "https://127.0.0.1/x.mp4"}}, FILE, "not fetched"),
+        ({"type": "video_url", "video_url": {"url": animation("GIF", 33)}}, FILE, "more than 32 frames"),
+        ({"type": "video_url", "video_url": {"url": data_url(png(1, 300))}}, FILE, "200 times"),
+    ],
+)
+async def test_videos_that_cannot_be_used(server, part, place, message):
+    error = await refused(server, filmed({"type": "video_frames"} | part))
+    assert error["param"] == place
+    assert message in error["message"]
+    assert "\n" not in error["message"]
+
+
+async def test_many_frames_with_many_pixels_are_refused_before_any_is_decoded(server, monkeypatch):
+    monkeypatch.setattr(media, "open_image", lambda data: pytest.fail("decoded"))
+    part = {"type": "video_frames", "video_frames": [data_url(bomb(4000, 4000))] * 4}
+    error = await refused(server, filmed(part))
+    assert error["param"] == f"{VIDEO}.3"
+    assert "the video has 64000000 pixels; all frames together may have 50000000" in error["message"]
+
+
+async def test_too_many_pictures_and_videos(server):
+    parts = [{"type": "image_url", "image_url": {"url": data_url(png())}}] * 8 + [video(1)] * 9
+    assert "16 pictures and videos, found 17" in (await refused(server, filmed(*parts)))["message"]
+
+
+async def test_a_video_longer_than_the_context():
+    async with scripted_server(ScriptedModel(max_context=100)) as server:
+        error = await refused(server, filmed(video(32)))
+        assert error["code"] == "context_length_exceeded"
+        assert "limited to 100" in error["message"]
+
+
+async def test_a_text_model_takes_no_videos(server):
+    server.model._prompts.processor = None
+    for part in (video(1), {"type": "video_url", "video_url": {"url": animation("GIF", 2)}}):
+        assert "takes text only" in (await refused(server, filmed(part)))["message"]
+
+
+async def test_only_admitted_requests_have_their_videos_decoded(monkeypatch):
+    decoded = []
+    monkeypatch.setattr(media, "open_image", lambda data: decoded.append(1) or Image.new("RGB", (64, 64)))
+    async with scripted_server(max_queued=1) as server:
+        server.model.hold_at = 1
+        burst = [asyncio.create_task(server.client.post(COMPLETIONS, json=filmed(video(2)))) for _ in range(6)]
+        await server.until(lambda: sum(task.done() for task in burst) == 4)
+        await server.held()
+        server.model.gate.set()
+        answers = await asyncio.gather(*burst)
+    assert sorted(answer.status_code for answer in answers) == [200] * 2 + [429] * 4
+    assert len(decoded) == 4
