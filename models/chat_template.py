@@ -42,7 +42,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         # Jinja's own filter escapes for HTML, which a prompt is not.
         environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": datetime.now().strftime}
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -103,6 +103,11 @@ class ChatTemplate:
 def default_chat_template() -> ChatTemplate:
     """The format of Qwen3-VL, for models that come without a template."""
     return ChatTemplate(DEFAULT_TEMPLATE.read_text(encoding="utf-8"), str(DEFAULT_TEMPLATE))
+
+
+def _now(format: str) -> str:
+    """The time of the call, which may be days after the template was loaded."""
+    return datetime.now().strftime(format)
 
 
 def _to_json(

@@ -81,14 +81,15 @@ def load(
         checkpoint = Checkpoint.open(folder)
         scheme = _agreed_scheme(checkpoint, scheme)
         network = load_network(checkpoint, config, dtype, switches, scheme, mapped=mapped)
+    context = _context(config, max_context)
     kv = kv or ("float32" if scheme is None else "int8")
     processor = None if config.vision is None else ImageProcessor.from_folder(folder, max_image_tokens)
     return LoadedModel(
         name=Path(path_or_preset).name,
         config=config,
         inference=Inference(network, config, switches, kv),
-        text=_open_text(folder, config, processor),
-        max_context=_context(config, max_context),
+        text=_open_text(folder, config, processor, context),
+        max_context=context,
         max_image_tokens=0 if processor is None else processor.max_tokens,
         end_tokens=_end_tokens(folder),
         default_sampling=_default_sampling(folder),
@@ -162,7 +163,9 @@ class TextSide:
     prompts: PromptBuilder
 
 
-def _open_text(folder: Path | None, config: ModelConfig, processor: ImageProcessor | None) -> TextSide | None:
+def _open_text(
+    folder: Path | None, config: ModelConfig, processor: ImageProcessor | None, context: int
+) -> TextSide | None:
     """The folder's tokenizer and template; the real Qwen vocabulary where there is none and the sizes fit it; None for
     a model that has only token ids."""
     if folder is not None and (folder / "tokenizer.json").is_file():
@@ -171,7 +174,7 @@ def _open_text(folder: Path | None, config: ModelConfig, processor: ImageProcess
         tokenizer, template = qwen_tokenizer(), default_chat_template()
     else:
         return None
-    prompts = PromptBuilder(tokenizer, template, processor, config)
+    prompts = PromptBuilder(tokenizer, template, processor, config, context)
     return TextSide(tokenizer, prompts)
 
 

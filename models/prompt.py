@@ -38,22 +38,28 @@ class _Media:
 
 
 class PromptBuilder:
-    """Builds prompts for one model. `processor` is None for a text model."""
+    """Builds prompts for one model. `processor` is None for a text model; `context` is the most tokens of a prompt."""
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate, processor: ImageProcessor | None, config: ModelConfig
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        processor: ImageProcessor | None,
+        config: ModelConfig,
+        context: int,
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.processor = processor
         self.config = config
+        self.context = context
 
     def build(self, messages: list[dict[str, Any]], /, **settings: Any) -> Prompt:
         """`messages` are dicts of "role" and "content": a text, or parts {"type": "text", "text"}, {"type": "image",
         "image": PIL image}, {"type": "video", "frames": PIL images, "fps"}. `settings` go to the chat template.
 
         Raises:
-            PromptError: the conversation has another form, or the template refuses it.
+            PromptError: the conversation has another form, the template refuses it, or its text is far too long.
             MediaError: a picture or video cannot be used.
         """
         if not messages:
@@ -61,6 +67,7 @@ class PromptBuilder:
         media = _Media()
         plain = [self._without_media(message, media) for message in messages]
         segments = self.template.render(plain, self.tokenizer.added, **settings)
+        self.tokenizer.check_length("".join(segment.text for segment in segments if not segment.is_token), self.context)
         ids = [token for segment in _joined(self._expanded(segments, media)) for token in self._encode(segment)]
         return Prompt(np.array(ids, np.int32), tuple(media.visuals))
 

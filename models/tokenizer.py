@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tokenizers
 
-from models.errors import CheckpointError, PromptError
+from models.errors import CheckpointError, ContextLengthError, PromptError
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,21 @@ class Tokenizer:
         if token not in self._added_ids:
             raise PromptError(f"the vocabulary has no token {token!r}")
         return self._added_ids[token]
+
+    @cached_property
+    def _longest(self) -> int:
+        """Bytes of the longest token of ordinary text; its characters stand for bytes."""
+        return max(map(len, self._plain.get_vocab()), default=1)
+
+    def check_length(self, text: str, most: int) -> None:
+        """Refuses a text that cannot be `most` tokens or fewer, without encoding it, which takes time and memory.
+
+        Raises:
+            ContextLengthError: the text has more bytes than so many tokens can stand for.
+        """
+        least = -(-len(text.encode("utf-8", "surrogatepass")) // self._longest)
+        if least > most:
+            raise ContextLengthError(f"the prompt has at least {least} tokens, but the context is limited to {most}")
 
     def encode_text(self, text: str) -> list[int]:
         """The ids of ordinary text: what looks like a control token in it is encoded as the letters it is made of, and

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import re
+import socket
 
 from quart import Request, Response
 
@@ -17,6 +18,8 @@ OPEN_PATHS = re.compile(
 HEADER_NAMES = re.compile(r"[A-Za-z0-9, -]{1,1000}")
 USUAL_HEADERS = "Authorization, Content-Type, X-Api-Key"
 PREFLIGHT_SECONDS = 600
+PROXY_HEADERS = ("Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP")
+HOST = re.compile(r"(?s)(\[.*\]|.*?)(?::[0-9]*)?")  # the name without the port
 
 
 class Access:
@@ -25,13 +28,16 @@ class Access:
     def __init__(self, settings: Settings) -> None:
         self._keys = settings.api_keys
         self._origins = frozenset(settings.allowed_origins)
+        own = ("localhost", socket.gethostname(), socket.getfqdn(), settings.host)
+        self._hosts = frozenset(name.lower() for name in (*own, *settings.allowed_hosts))
 
     def check(self, request: Request) -> Response | None:
         """The answer to a browser that asks whether an allowed page may send a request; otherwise None.
 
         Raises:
-            ApiError: 401 without a key.
+            ApiError: 401 without a key; 403 for a name that is not this server's.
         """
+        self._check_host(request)
         if self._is_preflight(request):
             return self._preflight(request)
         if self._keys and not OPEN_PATHS.fullmatch(request.path) and not self.key_of(request):
@@ -48,7 +54,7 @@ class Access:
         """
         if self._keys:
             return
-        forwarded = "Forwarded" in request.headers or "X-Forwarded-For" in request.headers
+        forwarded = any(name in request.headers for name in PROXY_HEADERS)
         foreign_page = "Origin" in request.headers and not self._from_allowed_page(request)
         if forwarded or foreign_page or not is_loopback(request.remote_addr):
             message = "without an API key this is only for programs on the server's own machine"
@@ -61,6 +67,15 @@ class Access:
         # All are compared, in the same time whatever they have in common.
         found = [key for key in self._keys for one in sent if hmac.compare_digest(one.encode(), key.encode())]
         return found[0] if found else ""
+
+    def _check_host(self, request: Request) -> None:
+        """Where no key is asked for, a web page could reach the server under a name of its own that it lets point here
+        (DNS rebinding), and so pass for the server's own page."""
+        name = HOST.fullmatch(request.host)[1].lower()
+        if self._keys or name in self._hosts or name.endswith(".localhost") or is_address(name):
+            return
+        message = f"'{name:.80}' is not a name of this server; --allowed-host makes it one"
+        raise ApiError(403, message, code="forbidden_host")
 
     def mark(self, request: Request, response: Response) -> None:
         """Lets pages of the allowed origins read the answer."""
@@ -86,6 +101,15 @@ class Access:
             "Access-Control-Max-Age": str(PREFLIGHT_SECONDS),
         }
         return Response(status=204, headers=headers)
+
+
+def is_address(host: str) -> bool:
+    """Whether this is an IP address, an IPv6 one in brackets."""
+    try:
+        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
 
 
 def is_loopback(address: str | None) -> bool:

@@ -28,7 +28,7 @@ PREPARING_THREADS = 2  # template, tokenizer and picture decoding; more would on
 def create_app(engine: Engine, settings: Settings) -> Quart:
     """The application around an engine."""
     app = Quart("serving", static_folder=None)
-    app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
+    app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes or None
     app.config["BODY_TIMEOUT"] = None  # see `json_body.read_body`
     app.json.sort_keys = False
     app.url_map.merge_slashes = False  # a redirect would be the only answer that is not JSON
@@ -132,6 +132,8 @@ def _error_response(error: ApiError, headers: list[tuple[str, str]] | None = Non
     kept: dict[str, Any] = {name: value for name, value in headers or [] if name.lower() == "allow"}
     if error.retry_after is not None:
         kept["Retry-After"] = str(error.retry_after)
+    if error.status == 500:
+        kept["x-should-retry"] = "false"  # OpenAI's clients would have the same failure computed three times
     if error.status == 401:
         kept["WWW-Authenticate"] = "Bearer"
     response.headers.update(kept)

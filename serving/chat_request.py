@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, FailFast, Field
 
 from models.sampling import MAX_TOP_LOGPROBS
 from serving.content_parts import check_content
 from serving.errors import bad_request
 from serving.generation_request import Count, GenerationRequest, StreamOptions, check_bias_names
-from serving.json_body import Strict, checked_fields, parse_json
+from serving.json_body import MOST_MESSAGES, Strict, checked_fields, parse_json
 from serving.tools import MOST_TOOLS, SentCall, Tool, check_tools, opening_of
 
 TEMPLATE_NAMES = {"self", "messages", "added", "tools", "add_generation_prompt"}  # what the server itself passes
@@ -45,7 +45,7 @@ class ChatStreamOptions(StreamOptions):
 class ChatRequest(GenerationRequest):
     """A valid request. None means that the client did not say."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES), FailFast()]
     stream_options: ChatStreamOptions | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None

@@ -8,7 +8,7 @@ import re
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from pydantic import Field
 
 from models import ContextLengthError, KestrelError, Prompt, Step
 from models.generation import check_room
+from models.prompt import IMAGE_PAD, VIDEO_PAD
 from models.sampling import MAX_TOP_LOGPROBS
 from models.tokenizer import Tokenizer
 from serving import replies
@@ -44,7 +45,7 @@ class CompletionRequest(GenerationRequest):
         """How many of the best tokens are reported with every token."""
         return self.logprobs or 0
 
-    @property
+    @cached_property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each a text or token ids."""
         return prompts_of(self.prompt)
@@ -180,8 +181,8 @@ async def begin(
     texts = []
     for index, part in enumerate(work):
         asked = request.prompts[index // choices]
-        echo = asked if isinstance(asked, str) else tokenizer.decode(asked)
-        texts.append(Text(index, part.prompt, echo if request.echo else "", tokenizer))
+        echo = "" if not request.echo else asked if isinstance(asked, str) else tokenizer.decode(asked)
+        texts.append(Text(index, part.prompt, echo, tokenizer))
     return Completion(job, request, model_id, texts)
 
 
@@ -194,8 +195,11 @@ def _prepare(engine: Engine, request: CompletionRequest) -> list[Work]:
         raise bad_request(str(error), "logit_bias") from None
     work = []
     for asked in request.prompts:
-        ids = token_ids(asked, model.tokenizer)
         try:
+            if isinstance(asked, str):
+                model.tokenizer.check_length(asked, model.max_context)
+            ids = token_ids(asked, model.tokenizer)
+            _check_no_pictures(ids, model.tokenizer)
             check_room(len(ids), model.max_context)
         except ContextLengthError as error:
             raise bad_request(str(error), "prompt", "context_length_exceeded") from None
@@ -205,6 +209,14 @@ def _prepare(engine: Engine, request: CompletionRequest) -> list[Work]:
         prompt = Prompt(np.array(ids, np.int32), ())
         work += [Work(prompt, limit, request.stops, seeded(sampling, index)) for index in range(request.n or 1)]
     return work
+
+
+def _check_no_pictures(ids: list[int], tokenizer: Tokenizer) -> None:
+    """Refuses the tokens in whose place a chat has a picture."""
+    pads = {token.token_id: token.text for token in tokenizer.added if token.text in (IMAGE_PAD, VIDEO_PAD)}
+    found = next((pads[token] for token in ids if token in pads), None)
+    if found is not None:
+        raise bad_request(f"'prompt' has {found}, but no picture can come with it; a chat takes pictures", "prompt")
 
 
 def stream(completion: Completion, ping_seconds: float | None) -> AsyncIterator[bytes]:

@@ -110,8 +110,7 @@ class Engine:
         Raises:
             ApiError: 503 unless the engine is ready, 429 if the waiting room is full, 503 if memory is short.
         """
-        if self.state != "ok":
-            raise ApiError(503, self._why_not(), code=self.state, retry_after=RETRY_SECONDS[self.state])
+        self.check_ready()
         if self.max_queued and len(self._live) >= self._settings.batch_max + self.max_queued:
             message = f"{self.queued} requests are waiting, which is the limit; retry later"
             raise ApiError(429, message, code="queue_full", retry_after=1)
@@ -124,6 +123,11 @@ class Engine:
         self._live.add(job)
         self.total_requests += 1
         return job
+
+    def check_ready(self) -> None:
+        """Raises ApiError, 503, unless requests are taken."""
+        if self.state != "ok":
+            raise ApiError(503, self._why_not(), code=self.state, retry_after=RETRY_SECONDS[self.state])
 
     def _why_not(self) -> str:
         reasons = {"loading": "the model is loading", "draining": "the server is shutting down"}

@@ -13,6 +13,7 @@ from serving.errors import bad_request
 from serving.json_body import Strict
 
 MOST_CHOICES = 8
+LONGEST_ID = 10  # digits of a token id
 SEED_STEP = 0x9E3779B97F4A7C15  # odd and far from small numbers, so that neighbouring seeds share no choices
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=1)]
@@ -71,7 +72,7 @@ class GenerationRequest(Strict):
 def check_bias_names(request: GenerationRequest) -> None:
     """Refuses a `logit_bias` for what is no token id."""
     for token in request.logit_bias or ():
-        if not token.isascii() or not token.isdecimal():
+        if not token.isascii() or not token.isdecimal() or len(token) > LONGEST_ID:
             raise bad_request(f"'logit_bias' should map token ids to numbers, found {token!r:.40}", "logit_bias")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections import Counter
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -13,6 +14,7 @@ from quart import request
 from serving.errors import ApiError, bad_request
 
 DEEPEST_NESTING = 64
+MOST_MESSAGES = 2048
 # A union reports each of its branches; their names are no part of the request.
 BRANCHES = ("list[", "constrained-", "function-", "literal[", "dict[")
 
@@ -92,8 +94,8 @@ def _refuse_constant(name: str) -> NoReturn:
 def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(fields)
     if len(values) < len(fields):
-        names = [name for name, _ in fields]
-        repeated = next(name for name in values if names.count(name) > 1)
+        counts = Counter(name for name, _ in fields)
+        repeated = next(name for name in values if counts[name] > 1)
         raise ValueError(f"the field {repeated!r:.40} is there twice")
     return values
 

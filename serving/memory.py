@@ -55,7 +55,7 @@ def _groups(root: Path, membership: Path) -> Iterator[tuple[Path, Version]]:
 
 
 def _room(group: Path, version: Version) -> int | None:
-    """What a group may still take; None if it has no limit."""
+    """What a group may still take; None if it has no limit that can be read."""
     try:
         limit = (group / version.limit).read_text().strip()
         if limit == "max":
@@ -63,5 +63,5 @@ def _room(group: Path, version: Version) -> int | None:
         usage = int((group / version.usage).read_text())
         entries = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         return int(limit) - usage + sum(int(entries[name]) for name in version.file_pages)
-    except FileNotFoundError:
+    except (OSError, ValueError, KeyError):  # what cannot be read, or is written in another way, sets no limit
         return None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import FailFast, Field
 
 from serving.chat_request import ChatRequest, checked_chat_request
 from serving.errors import bad_request
 from serving.generation_request import Count, StopText
-from serving.json_body import Strict, read_fields
+from serving.json_body import MOST_MESSAGES, Strict, read_fields
 from serving.tools import MOST_TOOLS, FunctionName
 
 Choice = Literal["auto", "any", "tool", "none"]
@@ -49,7 +49,7 @@ class MessagesRequest(Strict):
     """A valid request. None means that the client did not say."""
 
     max_tokens: Count
-    messages: Annotated[list[Turn], Field(min_length=1)]
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MOST_MESSAGES), FailFast()]
     model: str | None = None
     system: str | list[dict[str, Any]] | None = None
     stream: bool | None = None

@@ -31,6 +31,7 @@ class Record:
     status: int | None = None
     code: str | None = None
     jobs: list[Job] = field(default_factory=list)
+    broken: bool = False  # a stream ended with an error after its answers were complete
 
     @property
     def quiet(self) -> bool:
@@ -50,7 +51,7 @@ class Record:
         status = failure.status if failure else self.status
         if status is None or status >= 400:
             return "failed" if status is None or (status >= 500 and (self.jobs or status != 503)) else "refused"
-        return "finished" if all(job.ended for job in self.jobs) else "failed"
+        return "failed" if self.broken or not all(job.ended for job in self.jobs) else "finished"
 
     def line(self, outcome: Outcome) -> str:
         """The line, without times that did not come."""

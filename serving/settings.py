@@ -54,6 +54,7 @@ class Settings:
     kestrel_events: bool = False
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
 
     def batch_limits(self, bytes_per_slot: int) -> BatchLimits:
         """What the batch may take on, where the cache of a full context takes `bytes_per_slot`."""
@@ -150,7 +151,16 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
         dest="allowed_origins",
         help="a web page's origin, such as https://lab.example, that may use the server; repeatable",
     )
+    parser.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        dest="allowed_hosts",
+        metavar="NAME",
+        help="a name under which clients reach the server where no key is asked for; repeatable",
+    )
     values = vars(parser.parse_args(arguments))
+    values["allowed_hosts"] = tuple(values["allowed_hosts"])
     values["allowed_origins"] = tuple(values["allowed_origins"])
     try:
         values["api_keys"] = _api_keys(values.pop("api_key_file"))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from models import Step
-from serving import sse
+from serving import request_log, sse
 from serving.errors import ApiError
 from serving.job import Job
 
@@ -72,6 +72,8 @@ async def event_stream(
     except Exception:
         log.exception("the stream of request %s failed", job.id)
         error = ApiError(500, "the server failed on this request", code="internal_error")
+        if record := request_log.current():
+            record.code, record.broken = error.code, True
         yield wire.encode(wire.failure(error))
     if wire.end:
         yield wire.end

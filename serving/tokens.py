@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Annotated, Any
 
-from models import LoadedModel
+from pydantic import Field
+
+from models import KestrelError, LoadedModel
 from serving import chat
 from serving.chat_request import ChatRequest, parse_chat_request
 from serving.completions import token_ids
@@ -14,13 +16,14 @@ from serving.engine import Engine
 from serving.errors import ApiError, bad_request
 from serving.json_body import Strict, parse_json, read_fields
 
+LONGEST_TEXT = 2**20  # characters
 MOST_AT_ONCE = 16  # conversations may bring pictures, which take memory
 
 
 class TokenizeText(Strict):
     """A text, taken as it is."""
 
-    prompt: str
+    prompt: Annotated[str, Field(max_length=LONGEST_TEXT)]
     model: str | None = None
 
 
@@ -48,10 +51,10 @@ class TokenCounter:
         """The ids, their number, and the most that prompt and answer may have together.
 
         Raises:
-            ApiError: 503 while the model is loading, 429 for too many at once, 400 for what cannot be a prompt.
+            ApiError: 503 while there is no model, 429 for too many at once, 400 for what cannot be a prompt.
         """
         if self._engine.model is None:
-            raise ApiError(503, "the model is loading", code="loading", retry_after=5)
+            self._engine.check_ready()
         if self._waiting >= MOST_AT_ONCE:
             raise ApiError(
                 429, f"{MOST_AT_ONCE} texts are being tokenized; retry later", code="queue_full", retry_after=1
@@ -65,6 +68,9 @@ class TokenCounter:
 
 
 def _ids(model: LoadedModel, request: TokenizeText | ChatRequest) -> list[int]:
-    if isinstance(request, TokenizeText):
-        return token_ids(request.prompt, model.tokenizer)
+    try:
+        if isinstance(request, TokenizeText):
+            return token_ids(request.prompt, model.tokenizer)
+    except KestrelError as error:
+        raise bad_request(str(error), "prompt") from None
     return chat.prepare(model, request).work[0].prompt.token_ids.tolist()

@@ -45,7 +45,7 @@ def encoder(small_vl: TinyModel, tiny_tokenizer: Tokenizer) -> Encoder:
 def prompts(encoder: Encoder) -> PromptBuilder:
     """What inference makes prompts with."""
     tokenizer = InferenceTokenizer(encoder.tokenizer.to_str(), "test")
-    return PromptBuilder(tokenizer, default_chat_template(), encoder.processor, encoder.config)
+    return PromptBuilder(tokenizer, default_chat_template(), encoder.processor, encoder.config, 4096)
 
 
 @pytest.mark.parametrize("name", ALL_TASKS)

@@ -306,3 +306,16 @@ def test_a_folder_may_hold_the_default_template(tmp_path):
     (tmp_path / "chat_template.jinja").write_bytes(DEFAULT_TEMPLATE.read_bytes())
     segments = ChatTemplate.from_folder(tmp_path).render(user("x"), TOKENS)
     assert segments == DEFAULT.render(user("x"), TOKENS)
+
+
+def test_the_time_is_that_of_the_rendering(monkeypatch):
+    template = ChatTemplate("{{ strftime_now('%Y') }}", "test")
+    for year in (2031, 2032):
+
+        class Clock:
+            @staticmethod
+            def now(year: int = year) -> datetime:
+                return datetime(year, 1, 1)
+
+        monkeypatch.setattr("models.chat_template.datetime", Clock)
+        assert "".join(segment.text for segment in template.render([], ())) == str(year)

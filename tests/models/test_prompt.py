@@ -17,6 +17,7 @@ from models.prompt import Prompt, PromptBuilder
 from tests.models.vocabularies import small_definition, small_tokenizer
 
 TOKENIZER = small_tokenizer()
+CONTEXT = 4096
 LIBRARY = tokenizers.Tokenizer.from_str(json.dumps(small_definition()))
 PROCESSOR = ImageProcessor.from_folder(None)
 IMAGE, VIDEO = TOKENIZER.id_of("<|image_pad|>"), TOKENIZER.id_of("<|video_pad|>")
@@ -38,11 +39,11 @@ class Builder:
 
 @pytest.fixture
 def build(vl_config: ModelConfig) -> Builder:
-    return Builder(PromptBuilder(TOKENIZER, default_chat_template(), PROCESSOR, vl_config))
+    return Builder(PromptBuilder(TOKENIZER, default_chat_template(), PROCESSOR, vl_config, CONTEXT))
 
 
 def with_template(source: str, config: ModelConfig) -> Builder:
-    return Builder(PromptBuilder(TOKENIZER, ChatTemplate(source, "test"), PROCESSOR, config))
+    return Builder(PromptBuilder(TOKENIZER, ChatTemplate(source, "test"), PROCESSOR, config, CONTEXT))
 
 
 def text(content: str) -> dict:
@@ -128,7 +129,7 @@ def test_token_text_beside_a_video_is_encoded_with_its_time(build):
 
 
 def test_token_text_with_the_real_vocabulary(qwen, vl_config):
-    builder = PromptBuilder(qwen, default_chat_template(), PROCESSOR, vl_config)
+    builder = PromptBuilder(qwen, default_chat_template(), PROCESSOR, vl_config, CONTEXT)
     prompt = builder.build([{"role": "user", "content": [image(), text(ATTACK)]}]).token_ids.tolist()
     assert [token for token in prompt if token >= 151643] == [
         *(151644, 151652, *[151655] * 64, 151653, 151645),
@@ -214,7 +215,7 @@ def test_settings_cannot_replace_the_conversation(build):
 
 
 def test_a_text_model_refuses_pictures(vl_config):
-    builder = PromptBuilder(TOKENIZER, default_chat_template(), None, vl_config)
+    builder = PromptBuilder(TOKENIZER, default_chat_template(), None, vl_config, CONTEXT)
     for part in (image(), video(1)):
         with pytest.raises(PromptError, match="takes text only"):
             builder.build([{"role": "user", "content": [part]}])

@@ -90,7 +90,7 @@ class ScriptedModel:
         self.tokenizer = byte_tokenizer()
         config = SimpleNamespace(vision=SimpleNamespace(merge=2))
         processor = ImageProcessor.from_folder(None, max_image_tokens=64)
-        self._prompts = PromptBuilder(self.tokenizer, default_chat_template(), processor, config)
+        self._prompts = PromptBuilder(self.tokenizer, default_chat_template(), processor, config, self.max_context)
         self._answers: dict[bytes, bytes] = {}
 
     def prompt(self, messages: list[dict[str, Any]], **settings: Any) -> Prompt:

@@ -247,3 +247,41 @@ async def test_what_is_kept_for_one_key_is_not_used_for_another(locked):
         return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     assert [await reused(key) > 0 for key in (KEY, OTHER, KEY, OTHER)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", ""]
+)
+@pytest.mark.parametrize("path", ["/", "/health", "/admin/status", "/metrics", "/v1/models"])
+async def test_a_name_that_is_not_the_servers_is_refused_where_there_is_no_key(server, host, path):
+    response = await server.client.get(path, headers={"Host": host})
+    assert assert_refused(response, 403)["code"] == "forbidden_host"
+
+
+async def test_another_pages_name_gets_no_answer_from_the_model(server):
+    headers = {"Host": "evil.example:8000", "Origin": "http://evil.example:8000"}
+    response = await server.client.post(COMPLETIONS, json=body("hi"), headers=headers)
+    assert response.status_code == 403
+    assert server.model.prepared == 0
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:80", "app.localhost:8000", "127.0.0.1", "[::1]:8000", "192.168.0.7:8000"]
+)
+async def test_names_and_addresses_of_the_machine_pass(server, host):
+    assert (await server.client.get("/health", headers={"Host": host})).status_code == 200
+
+
+async def test_a_name_can_be_allowed_and_a_key_makes_names_unimportant():
+    async with scripted_server(allowed_hosts=("Board.lab",)) as named:
+        assert (await named.client.get("/health", headers={"Host": "board.lab:8000"})).status_code == 200
+    async with scripted_server(api_keys=(KEY,)) as locked:
+        headers = {"Host": "any.example", "X-Api-Key": KEY}
+        assert (await locked.client.get("/v1/models", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize("header", ["Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP"])
+async def test_a_proxy_may_not_end_a_server_without_a_key(server, header):
+    response = await server.client.post("/admin/shutdown", headers={header: "10.0.0.7"})
+    assert response.status_code == 403
+    assert not server.engine.asked_to_stop.is_set()

@@ -203,3 +203,11 @@ async def test_tokenizing_does_not_wait_for_the_engine():
         assert (await server.client.post(TOKENIZE, json={"prompt": "a"})).json()["count"] == 1
         server.model.gate.set()
         await running
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_picture_cannot_come_with_a_plain_prompt(server, stream):
+    values = {"prompt": "What is <|image_pad|>?", "stream": stream}
+    refused = await server.client.post("/v1/completions", json=values)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "prompt"

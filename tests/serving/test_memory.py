@@ -61,3 +61,14 @@ def test_without_a_limit_the_machine_counts(tmp_path, monkeypatch):
 def test_this_machine():
     assert 0 < available_bytes() <= psutil.virtual_memory().total
     assert MB < resident_bytes() < psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize("stat", ["", "active_file", "active_file many\ninactive_file 1\n"])
+def test_a_group_that_is_written_in_another_way_sets_no_limit(tmp_path, stat):
+    membership = tmp_path / "cgroup"
+    membership.write_text("0::/mine\n")
+    group = tmp_path / "mine"
+    group.mkdir()
+    for name, text in (("memory.max", "1000"), ("memory.current", "10"), ("memory.stat", stat)):
+        (group / name).write_text(text)
+    assert available_bytes(tmp_path, membership) > 1000
