@@ -12,7 +12,7 @@ from typing import Any
 from quart import Quart, Response, jsonify, request
 from werkzeug.exceptions import HTTPException
 
-from serving import demo_page, messages, request_log
+from serving import demo_page, messages, openapi, request_log
 from serving.access import Access
 from serving.admin import admin_routes
 from serving.engine import Engine
@@ -94,6 +94,11 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
         """The one model that is served."""
         entry = {"id": settings.model_id, "object": "model", "created": started, "owned_by": "kestrel-jax"}
         return jsonify({"object": "list", "data": [entry]})
+
+    @app.get("/openapi.json")
+    async def api_document() -> Response:
+        """What may be asked, and what is answered, for programs."""
+        return jsonify(openapi.document(settings))
 
     app.register_blueprint(model_routes(engine, settings, workers))
     app.register_blueprint(admin_routes(engine, settings, access))
