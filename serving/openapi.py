@@ -237,7 +237,7 @@ def _text_answers() -> Schema:
             role=_one_of("assistant"),
             model=TEXT,
             content=_list(ANY),
-            stop_reason=_one_of("end_turn", "max_tokens", "stop_sequence", "tool_use"),
+            stop_reason=_one_of("end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"),
             stop_sequence=_or_null(TEXT),
             usage=_object(input_tokens=COUNT, output_tokens=COUNT),
         ),
