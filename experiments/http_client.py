@@ -87,7 +87,11 @@ async def connected(server: Server, *, stuck: bool = False) -> AsyncIterator[Con
     client.setblocking(False)
     if stuck:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
-    await asyncio.get_running_loop().sock_connect(client, (server.host, server.port))
+    try:
+        await asyncio.get_running_loop().sock_connect(client, (server.host, server.port))
+    except BaseException:
+        client.close()
+        raise
     limit = 4 * SMALL_BUFFER if stuck else LINE_LIMIT
     reader, writer = await asyncio.open_connection(sock=client, limit=limit)
     try:

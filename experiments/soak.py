@@ -25,11 +25,12 @@ import psutil
 from tqdm import tqdm
 
 from experiments.bench import ROOT
-from experiments.http_client import fetch
+from experiments.http_client import CHAT, fetch
 from experiments.server_process import Server, running_server
 from experiments.soak_clients import LIMIT_SECONDS, Record, Soak, server_arguments
 from experiments.soak_overhead import measure_overhead
 from experiments.soak_report import Found, Memory, write
+from experiments.tiny_tasks import user
 from models.model import find_folder
 from models.tokenizer import Tokenizer
 
@@ -51,6 +52,7 @@ async def soak(server: Server, options: argparse.Namespace) -> tuple[list[Record
             await asyncio.sleep(min(SAMPLE_SECONDS, options.minutes * 60 / 40))
 
     control = Tokenizer.from_folder(find_folder(options.model)).control_ids
+    await fetch(server, "POST", CHAT, json.dumps({"messages": [user("hello")]}).encode())  # what is opened once is open
     before = _held(process)
     with tqdm(unit="request") as bar:
 

@@ -199,7 +199,7 @@ class Soak:
             if moment == "later":
                 await asyncio.sleep(random.random())
             if moment == "frames":
-                with contextlib.suppress(asyncio.IncompleteReadError, TimeoutError):
+                with contextlib.suppress(OSError, asyncio.IncompleteReadError):  # or its answer is over
                     async with asyncio.timeout(PATIENCE / 2):
                         for _ in range(random.randint(1, 12)):
                             await connection.reader.readuntil(b"data: ")

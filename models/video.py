@@ -40,7 +40,8 @@ def read_animation(
     milliseconds = 0.0
     with quiet_pillow():
         file = open_header(data, max_pixels, ANIMATED)
-        first = int(file.info.get("default_image", False))  # of a PNG: it is for programs that show no animations
+        # A PNG's picture for programs that show no animations; its texts may have any key, but are no booleans.
+        first = int(file.info.get("default_image") is True)
         for index in itertools.count(first):
             if not _at_frame(file, index):
                 break
@@ -49,8 +50,10 @@ def read_animation(
                 frames.append(upright_rgb(file))
             except MediaError as error:
                 raise MediaError(f"frame {len(frames)}: {error}") from None
-            delay = file.info.get("duration", 0)
-            milliseconds += delay if delay > NO_DELAY else USUAL_DELAY
+            delay = file.info.get("duration")
+            milliseconds += delay if isinstance(delay, int | float) and delay > NO_DELAY else USUAL_DELAY
+    if not frames:
+        raise MediaError("the file is damaged: it has no frames")
     return frames, 1e3 * len(frames) / milliseconds
 
 

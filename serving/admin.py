@@ -20,10 +20,15 @@ from serving.settings import Settings
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
+def project_version() -> str:
+    """The version of this program."""
+    return tomllib.loads(PROJECT.read_text())["project"]["version"]
+
+
 def admin_routes(engine: Engine, settings: Settings, access: Access) -> Blueprint:
     """The routes around an engine; the time of the call is what uptime counts from."""
     blueprint = Blueprint("admin", __name__, url_prefix="/admin")
-    version = tomllib.loads(PROJECT.read_text())["project"]["version"]
+    version = project_version()
     started = time.monotonic()
 
     @blueprint.before_request

@@ -12,7 +12,7 @@ from typing import Any
 from quart import Quart, Response, g, jsonify, request
 from werkzeug.exceptions import HTTPException
 
-from serving import demo_page, request_log
+from serving import demo_page, messages, openapi, request_log
 from serving.access import Access
 from serving.admin import admin_routes
 from serving.engine import Engine
@@ -67,6 +67,8 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
     async def complete(response: Response) -> Response:
         access.mark(request, response)
         request_log.current().status = response.status_code
+        if messages.is_anthropic(request.path) and (name := messages.request_id()):
+            response.headers["Request-Id"] = name
         return response
 
     @app.get("/health")
@@ -95,6 +97,11 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
         """The one model that is served."""
         entry = {"id": settings.model_id, "object": "model", "created": started, "owned_by": "kestrel-jax"}
         return jsonify({"object": "list", "data": [entry]})
+
+    @app.get("/openapi.json")
+    async def api_document() -> Response:
+        """What may be asked, and what is answered, for programs."""
+        return jsonify(openapi.document(settings))
 
     app.register_blueprint(model_routes(engine, settings, workers))
     app.register_blueprint(admin_routes(engine, settings, access))
@@ -127,7 +134,7 @@ def _plain(error: HTTPException, settings: Settings) -> str:
 
 def _error_response(error: ApiError, headers: list[tuple[str, str]] | None = None) -> Response:
     request_log.current().code = error.code
-    response = jsonify(error.body)
+    response = jsonify(messages.error_body(error) if messages.is_anthropic(request.path) else error.body)
     response.status_code = error.status
     kept: dict[str, Any] = {name: value for name, value in headers or [] if name.lower() == "allow"}
     if error.retry_after is not None:

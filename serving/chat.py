@@ -145,8 +145,8 @@ def prepare(model: LoadedModel, request: ChatRequest) -> Prepared:
         messages = conversation(request)
         prompt = model.prompt(messages, **request.template_settings)
         in_reasoning = _turn_opened(prompt, model.tokenizer).endswith(reasoning.OPEN)
-        _check_tools(request, prompt, model.tokenizer, in_reasoning)
-        prompt = _opened(prompt, request.opening, model.tokenizer)
+        _check_opening(request, prompt, model.tokenizer, in_reasoning)
+        prompt = _opened(prompt, request, model.tokenizer)
         check_room(len(prompt.token_ids), model.max_context)
     except ContextLengthError as error:
         raise bad_request(str(error), "messages", "context_length_exceeded") from None
@@ -179,23 +179,27 @@ def _turn_opened(prompt: Prompt, tokenizer: Tokenizer) -> str:
     return tokenizer.decode(ids[start:]).rstrip()
 
 
-def _check_tools(request: ChatRequest, prompt: Prompt, tokenizer: Tokenizer, in_reasoning: bool) -> None:
-    """Refuses tools that the model would not hear of, and a call that is demanded where reasoning comes first."""
+def _check_opening(request: ChatRequest, prompt: Prompt, tokenizer: Tokenizer, in_reasoning: bool) -> None:
+    """Refuses tools that the model would not hear of, and an answer that is begun where reasoning comes first."""
     tools = request.callable_tools
     if tools and tools[0]["function"]["name"] not in tokenizer.decode(prompt.token_ids.tolist()):
         raise bad_request("the chat template of this model has no place for 'tools'", "tools")
     if request.opening and in_reasoning:
         message = "'tool_choice': this model reasons before it answers, so a call can be allowed but not demanded"
         raise bad_request(message, "tool_choice")
+    if request.begun_answer and in_reasoning:
+        message = "this model reasons before it answers, so its answer cannot be begun: the last message may not be its"
+        raise bad_request(message, "messages")
 
 
-def _opened(prompt: Prompt, opening: str, tokenizer: Tokenizer) -> Prompt:
-    """The prompt with the beginning of the answer, whose tag is one token where the vocabulary has it."""
-    if not opening:
-        return prompt
-    text, tag = opening.removeprefix(tool_calls.OPEN), tool_calls.OPEN
-    known = any(token.text == tag for token in tokenizer.added)
-    ids = [tokenizer.id_of(tag), *tokenizer.encode_text(text)] if known else tokenizer.encode_text(opening)
+def _opened(prompt: Prompt, request: ChatRequest, tokenizer: Tokenizer) -> Prompt:
+    """The prompt with the beginning of the answer: a text, and a call, whose tag is one token where the vocabulary has
+    it."""
+    ids, opening = tokenizer.encode_text(request.begun_answer), request.opening
+    if opening and any(token.text == tool_calls.OPEN for token in tokenizer.added):
+        ids.append(tokenizer.id_of(tool_calls.OPEN))
+        opening = opening.removeprefix(tool_calls.OPEN)
+    ids += tokenizer.encode_text(opening)
     return Prompt(np.concatenate([prompt.token_ids, np.array(ids, np.int32)]), prompt.visuals)
 
 

@@ -59,6 +59,7 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     context_mode: Annotated[str, AfterValidator(_known_mode)] | None = None
     context_tokens: list[int] | None = None
+    continue_final_message: bool | None = None
 
     @property
     def limit(self) -> int | None:
@@ -75,6 +76,11 @@ class ChatRequest(GenerationRequest):
         window = messages[-int(CONTEXT_MODE.fullmatch(self.context_mode)[1] or 1) :]
         system = next((entry for entry in messages if entry[1].role in ("system", "developer")), window[0])
         return window if system[0] >= window[0][0] else [system, *window]
+
+    @property
+    def begun_answer(self) -> str:
+        """The text with which the answer begins, in the request's last message; empty if the client has begun none."""
+        return self.messages[-1].content if self.continue_final_message else ""
 
     @property
     def alternatives(self) -> int:
@@ -126,6 +132,11 @@ def _check_supported(request: ChatRequest) -> None:
         raise bad_request("'functions' are not supported; 'tools' are", "functions")
     check_tools(request.tools or [])
     opening_of(request.tool_choice, request.tools or [])
+    last = request.messages[-1]
+    is_begun = last.role == "assistant" and isinstance(last.content, str) and last.content and not last.tool_calls
+    if request.continue_final_message and not is_begun:
+        message = "'continue_final_message': the last message should be the assistant's, a text without calls"
+        raise bad_request(message, "continue_final_message")
     reserved = TEMPLATE_NAMES & set(request.chat_template_kwargs or ())
     if reserved:
         raise bad_request(f"'chat_template_kwargs' may not set {sorted(reserved)}", "chat_template_kwargs")

@@ -8,13 +8,46 @@ from functools import partial
 from typing import Any
 
 from models import Step
-from serving import sse
+from serving import request_log, sse
 from serving.chat import Choice, Exchange
 from serving.errors import ApiError
+from serving.job import Job
 from serving.streaming import Wire, choice_steps, event_stream
 
 BLOCKS = {"content": ("text", "text"), "reasoning_content": ("thinking", "thinking")}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+PATH = "/v1/messages"
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a request is one of Anthropic's API, which has errors of its own form."""
+    return path == PATH or path.startswith(f"{PATH}/")
+
+
+def request_id() -> str | None:
+    """The name of the request that is being handled: the one of its answer. None if it was refused before it had one,
+    as in the log."""
+    record = request_log.current()
+    return f"req_{_digits(record.jobs[0])}" if record and record.jobs else None
+
+
+def _digits(job: Job) -> str:
+    return job.id.removeprefix("chatcmpl-")
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """An error in Anthropic's form, with the `param` and `code` that OpenAI's has besides: clients of both read it."""
+    kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": error.body["error"] | {"type": kind}, "request_id": request_id()}
 
 
 class Blocks:
@@ -65,11 +98,7 @@ def _encode(event: dict[str, Any]) -> bytes:
     return f"event: {event['type']}\n".encode() + sse.event(event)
 
 
-def _failure(error: ApiError) -> dict[str, Any]:
-    return {"type": "error", "error": {"type": "api_error", "message": error.message}}
-
-
-WIRE = Wire(_encode, _failure, b"")
+WIRE = Wire(_encode, error_body, b"")
 
 
 def stream(exchange: Exchange, ping_seconds: float | None) -> AsyncIterator[bytes]:
@@ -110,7 +139,7 @@ def _message(
     exchange: Exchange, content: list[dict[str, Any]], reason: str | None, sequence: str | None, tokens: int
 ) -> dict[str, Any]:
     return {
-        "id": f"msg_{exchange.job.id.removeprefix('chatcmpl-')}",
+        "id": f"msg_{_digits(exchange.job)}",
         "type": "message",
         "role": "assistant",
         "model": exchange.model_id,
@@ -127,5 +156,8 @@ def _stop_reason(exchange: Exchange) -> tuple[str, str | None]:
     tokenizer = exchange.engine.model.tokenizer
     if choice.steps[-1].finish_reason == "stop" and choice.steps[-1].token_id not in tokenizer.control_ids:
         text = tokenizer.decode([step.token_id for step in choice.steps])
-        return "stop_sequence", next((stop for stop in exchange.request.stops if stop in text), None)
+        found = [stop for stop in exchange.request.stops if stop in text]
+        return "stop_sequence", min(found, key=text.find, default=None)
+    if choice.finish_reason == "length" and len(choice.steps) < exchange.request.limit:
+        return "model_context_window_exceeded", None
     return STOP_REASONS[choice.finish_reason], None

@@ -1,4 +1,5 @@
-"""The fields of POST /v1/messages, Anthropic's API, and the same request as a chat completion."""
+"""The fields of POST /v1/messages and /v1/messages/count_tokens, Anthropic's API, and the same request as a chat
+completion."""
 
 from __future__ import annotations
 
@@ -19,13 +20,14 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 class Turn(Strict):
     """One turn: a text or a list of blocks."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
 
 
 class ToolDefinition(Strict):
-    """A function that the model may call."""
+    """A function that the model may call. Those of other types run on Anthropic's machines."""
 
+    type: Literal["custom"] | None = None
     name: FunctionName
     description: str | None = None
     input_schema: dict[str, Any]
@@ -42,24 +44,43 @@ class ToolChoice(Strict):
 class Thinking(Strict):
     """Whether the template should let the model think; how long, nothing limits."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
-class MessagesRequest(Strict):
-    """A valid request. None means that the client did not say."""
+class OutputFormat(Strict):
+    """The JSON schema that the answer should fit."""
 
-    max_tokens: Count
+    type: Literal["json_schema"]
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Strict):
+    """How the answer should look."""
+
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(Strict):
+    """A valid request for the length of a prompt. None means that the client did not say."""
+
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MOST_MESSAGES), FailFast()]
     model: str | None = None
     system: str | list[dict[str, Any]] | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesRequest(CountTokensRequest):
+    """A valid request for an answer."""
+
+    max_tokens: Count
     stream: bool | None = None
     stop_sequences: Annotated[list[StopText], Field(max_length=4)] | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
-    tools: Annotated[list[ToolDefinition], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
 
 
 def parse_messages_request(body: bytes) -> ChatRequest:
@@ -69,26 +90,44 @@ def parse_messages_request(body: bytes) -> ChatRequest:
         ApiError: 400, with `param` naming the field.
     """
     request = read_fields(MessagesRequest, body)
-    messages = [] if request.system is None else [{"role": "system", "content": _system(request.system)}]
-    for index, turn in enumerate(request.messages):
-        messages += _messages(turn, f"messages.{index}.content")
-    fields = {
-        "messages": messages,
-        "model": request.model,
+    generation = {
         "stream": request.stream,
         "max_tokens": request.max_tokens,
         "stop": request.stop_sequences,
         "temperature": request.temperature,
         "top_p": request.top_p,
         "top_k": request.top_k,
-        **_tool_fields(request),
     }
+    return checked_chat_request(_prompt_fields(request) | generation)
+
+
+def parse_count_request(body: bytes) -> ChatRequest:
+    """The same for a request to count tokens.
+
+    Raises:
+        ApiError: 400, with `param` naming the field.
+    """
+    return checked_chat_request(_prompt_fields(read_fields(CountTokensRequest, body)))
+
+
+def _prompt_fields(request: CountTokensRequest) -> dict[str, Any]:
+    """What the prompt follows from, under the names of a chat completion."""
+    messages = [] if request.system is None else [{"role": "system", "content": _texts(request.system, "system")}]
+    for index, turn in enumerate(request.messages):
+        messages += _messages(turn, f"messages.{index}.content")
+    fields = {"messages": messages, "model": request.model, **_tool_fields(request)}
     if request.thinking is not None:
         fields["enable_thinking"] = request.thinking.type != "disabled"
-    return checked_chat_request(fields)
+    last = messages[-1]
+    if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
+        fields["continue_final_message"] = True
+    if request.output_config is not None and request.output_config.format is not None:
+        schema = {"name": "answer", "schema": request.output_config.format.json_schema}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields
 
 
-def _tool_fields(request: MessagesRequest) -> dict[str, Any]:
+def _tool_fields(request: CountTokensRequest) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if request.tools:
         fields["tools"] = [
@@ -104,13 +143,15 @@ def _tool_fields(request: MessagesRequest) -> dict[str, Any]:
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
     """A tool under the names that templates know."""
-    return {("parameters" if name == "input_schema" else name): value for name, value in tool.items()}
+    names = {"input_schema": "parameters"}
+    return {names.get(name, name): value for name, value in tool.items() if name != "type"}
 
 
-def _system(system: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    if isinstance(system, str):
-        return system
-    return [_content_part(block, f"system.{index}") for index, block in enumerate(system)]
+def _texts(content: str | list[dict[str, Any]], place: str) -> str | list[dict[str, Any]]:
+    """What a system message says."""
+    if isinstance(content, str):
+        return content
+    return [_content_part(block, f"{place}.{index}") for index, block in enumerate(content)]
 
 
 def _messages(turn: Turn, place: str) -> list[dict[str, Any]]:
@@ -119,6 +160,8 @@ def _messages(turn: Turn, place: str) -> list[dict[str, Any]]:
         return [{"role": turn.role, "content": turn.content}]
     if not turn.content:
         raise bad_request(f"'{place}' should be a text or a list of blocks, found []", place)
+    if turn.role == "system":
+        return [{"role": "system", "content": _texts(turn.content, place)}]
     read = _assistant if turn.role == "assistant" else _user
     return read(turn.content, place)
 

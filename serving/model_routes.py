@@ -15,7 +15,7 @@ from serving.engine import Engine
 from serving.errors import ApiError
 from serving.job import Job
 from serving.json_body import read_body
-from serving.messages_request import parse_messages_request
+from serving.messages_request import parse_count_request, parse_messages_request
 from serving.settings import Settings
 from serving.tokens import parse_tokenize_request
 
@@ -61,6 +61,13 @@ def model_routes(engine: Engine, settings: Settings, workers: ThreadPoolExecutor
             if asked.stream
             else jsonify(await messages.whole(exchange))
         )
+
+    @blueprint.post("/v1/messages/count_tokens")
+    async def count_tokens() -> Response:
+        """How many tokens the prompt of such a chat has."""
+        asked = parse_count_request(await read_body(settings.body_timeout))
+        _check_model(asked.model, settings)
+        return jsonify({"input_tokens": (await counter.answer(asked))["count"]})
 
     @blueprint.post("/tokenize")
     async def tokenize() -> Response:

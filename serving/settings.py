@@ -121,7 +121,9 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
         "--max-connections", type=_count, default=default.max_connections, help="at the same time; 0 for no limit"
     )
     parser.add_argument("--max-context", type=int, help="tokens of prompt and answer together")
-    parser.add_argument("--max-image-tokens", type=int, default=default.max_image_tokens, help="tokens of one picture")
+    parser.add_argument(
+        "--max-image-tokens", type=int, default=default.max_image_tokens, help="tokens of one picture or one video"
+    )
     parser.add_argument("--max-body-bytes", type=_count, default=default.max_body_bytes, help="size of a request")
     parser.add_argument(
         "--header-timeout", type=_seconds, default=default.header_timeout, help="seconds for a request's head; 0: any"

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from models.errors import MediaError
 from models.images import ImageProcessor
@@ -149,6 +150,16 @@ def test_the_picture_for_programs_without_animations_is_no_frame():
     assert fps == 2
 
 
+def test_texts_in_a_file_are_not_taken_for_its_times():
+    texts = PngInfo()
+    for key in ("duration", "default_image"):
+        texts.add_text(key, "1")
+    file = io.BytesIO()
+    Image.new("RGB", (40, 30)).save(file, "PNG", pnginfo=texts)
+    pictures, fps = read_animation(file.getvalue())
+    assert (len(pictures), fps) == (1, 10)
+
+
 def test_what_is_transparent_in_a_frame_is_white():
     pictures = [Image.new("RGBA", (40, 30), (200, 0, 0, 255)) for _ in range(3)]
     for index, picture in enumerate(pictures):
@@ -186,10 +197,10 @@ def test_what_is_no_animation_is_refused(data):
         read_animation(data)
 
 
-@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "PNG with a default"])
 def test_a_damaged_animation_is_refused_or_shorter(kind):
     """Wherever it is cut off, and whatever bytes are wrong."""
-    data = animation(kind, 4, 100)
+    data = animation(kind, 4, 100) if len(kind) <= 4 else animation("PNG", 4, 100, default_image=True)
     damaged = [data[:length] for length in range(0, len(data), 7)]
     damaged += [data[:place] + bytes([data[place] ^ 0x55]) + data[place + 1 :] for place in range(0, len(data), 5)]
     for file in damaged:

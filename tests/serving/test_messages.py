@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from contextlib import asynccontextmanager
 
 import anthropic
+import openai
 import pytest
+
+from models.chat_template import ChatTemplate
 
 from .chat_client import COMPLETIONS, body
 from .conftest import Server, scripted_server
@@ -149,7 +154,7 @@ async def test_a_demanded_call(choice):
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "messages.0.role"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": []}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "messages.0.content.0.type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
@@ -178,18 +183,68 @@ async def test_a_demanded_call(choice):
         ({"tool_choice": {"type": "tool"}, "tools": [LOOK]}, "tool_choice"),
         ({"tools": [LOOK, LOOK]}, "tools.1.function.name"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools.0.name"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
+        ({"messages": [{"role": "system", "content": [{"type": "audio"}]}]}, "messages.0.content.0.type"),
+        ({"thinking": {"type": "long"}}, "thinking.type"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
     ],
 )
 async def test_what_is_refused(server, fields, param):
     response = await server.client.post(MESSAGES, json=asked() | fields)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+    assert is_anthropic_error(response.json(), "invalid_request_error")
     assert server.engine.active == server.engine.queued == 0
+
+
+def is_anthropic_error(body: dict, kind: str) -> bool:
+    """Whether a body has the form that Anthropic's API and OpenAI's have in common."""
+    assert list(body) == ["type", "error", "request_id"]
+    assert body["type"] == "error"
+    assert sorted(body["error"]) == ["code", "message", "param", "type"]
+    return body["error"]["type"] == kind
 
 
 async def test_a_failure_in_mid_stream(server):
     server.model.faults = {2: RuntimeError("the scripted fault")}
-    *_, error = await events(server, messages=[{"role": "user", "content": "abc"}])
-    assert error == {"type": "error", "error": {"type": "api_error", "message": "the engine failed on this request"}}
+    start, *_, error = await events(server, messages=[{"role": "user", "content": "abc"}])
+    assert is_anthropic_error(error, "api_error")
+    assert error["error"]["message"] == "the engine failed on this request"
+    assert error["request_id"].removeprefix("req_") == start["message"]["id"].removeprefix("msg_")
+
+
+async def test_a_stream_that_the_end_of_the_server_cuts_off(server):
+    server.model.hold_at = 3
+    stream = asyncio.create_task(server.client.post(MESSAGES, json=asked("abc", stream=True)))
+    await server.held()
+    await server.engine.drain(0)
+    *_, error = (await stream).text.removesuffix("\n\n").split("\n\n")
+    name, data = error.split("\n")
+    assert name == "event: error"
+    assert is_anthropic_error(json.loads(data.removeprefix("data: ")), "overloaded_error")
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "kind"),
+    [
+        (MESSAGES, {"content": b"{"}, (400, "invalid_request_error")),
+        (MESSAGES, {"content": b"{}", "headers": {"Content-Type": "text/plain"}}, (415, "invalid_request_error")),
+        (MESSAGES, {"json": asked(model="other")}, (404, "not_found_error")),
+        (MESSAGES, {"content": b"x" * 5000}, (413, "request_too_large")),
+        (f"{MESSAGES}/batches", {"json": {}}, (404, "not_found_error")),
+        (f"{MESSAGES}/count_tokens", {"json": {"messages": []}}, (400, "invalid_request_error")),
+    ],
+)
+async def test_errors_have_anthropics_types(path, options, kind):
+    async with scripted_server(max_body_bytes=4000) as server:
+        response = await server.client.post(path, **{"headers": {"Content-Type": "application/json"}} | options)
+        assert response.status_code == kind[0]
+        assert is_anthropic_error(response.json(), kind[1])
+        assert response.json()["request_id"] is None
+        assert "request-id" not in response.headers
+        wrong = await server.client.get(MESSAGES)
+        assert wrong.status_code == 405
+        assert is_anthropic_error(wrong.json(), "invalid_request_error")
+        assert list((await server.client.get("/v1/messagesx")).json()) == ["error"]
 
 
 async def test_the_anthropic_client():
@@ -211,3 +266,180 @@ async def test_the_anthropic_client():
             await client.messages.create(**request, extra_body={"temperature": 3})
         with pytest.raises(anthropic.NotFoundError):
             await client.messages.create(**request | {"model": "other"})
+
+
+@asynccontextmanager
+async def clients(server: Server, key: str = "none"):
+    """Anthropic's client and OpenAI's, which do not try again."""
+    options = {"api_key": key, "max_retries": 0, "timeout": 20}
+    async with (
+        anthropic.AsyncAnthropic(base_url=server.url, **options) as ours,
+        openai.AsyncOpenAI(base_url=f"{server.url}/v1", **options) as other,
+    ):
+        yield ours, other
+
+
+async def errors_of(
+    server: Server, key: str = "none", **fields
+) -> tuple[anthropic.APIStatusError, openai.APIStatusError]:
+    """What both clients raise for the same request to POST /v1/messages."""
+    request = {"model": "scripted", **asked(**fields)}
+    async with clients(server, key) as (ours, other):
+        with pytest.raises(anthropic.APIStatusError) as first:
+            await ours.messages.create(**request)
+        with pytest.raises(openai.APIStatusError) as second:
+            await other.post("/messages", cast_to=object, body=request)
+    return first.value, second.value
+
+
+async def test_both_clients_read_a_refusal(server):
+    ours, other = await errors_of(server, max_tokens=0)
+    assert isinstance(ours, anthropic.BadRequestError)
+    assert (ours.type, ours.request_id) == ("invalid_request_error", None)
+    assert isinstance(other, openai.BadRequestError)
+    assert (other.type, other.param, other.code) == ("invalid_request_error", "max_tokens", None)
+    assert ours.api_message == other.body["message"]
+    assert "'max_tokens'" in ours.api_message
+
+
+async def test_both_clients_read_a_prompt_that_is_too_long():
+    async with scripted_server(ScriptedModel(max_context=50)) as server:
+        ours, other = await errors_of(server, text="x" * 100)
+        assert ours.type == "invalid_request_error"
+        assert other.code == "context_length_exceeded"
+        assert ours.request_id.startswith("req_")
+        assert ours.request_id == ours.response.headers["request-id"] == ours.body["request_id"]
+
+
+async def test_both_clients_read_that_the_key_is_wrong():
+    async with scripted_server(api_key="secret") as server:
+        ours, other = await errors_of(server)
+        assert isinstance(ours, anthropic.AuthenticationError)
+        assert ours.type == "authentication_error"
+        assert isinstance(other, openai.AuthenticationError)
+        assert other.code == "invalid_api_key"
+        async with clients(server, "secret") as (client, _):
+            answer = await client.messages.create(model="scripted", **asked("hi"))
+            assert answer.content[0].text == "hi"
+
+
+async def test_both_clients_read_that_the_queue_is_full():
+    async with scripted_server(max_queued=1) as server:
+        server.model.hold_at = 1
+        waiting = [asyncio.create_task(server.client.post(MESSAGES, json=asked("hi"))) for _ in range(2)]
+        await server.held()
+        await server.until(lambda: server.engine.queued == 1)
+        ours, other = await errors_of(server)
+        assert isinstance(ours, anthropic.RateLimitError)
+        assert ours.type == "rate_limit_error"
+        assert ours.response.headers["retry-after"] == "1"
+        assert (type(other), other.code) == (openai.RateLimitError, "queue_full")
+        server.model.gate.set()
+        assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200, 200]
+
+
+async def test_both_clients_read_that_the_server_is_going(server):
+    await server.engine.drain(0)
+    ours, other = await errors_of(server)
+    assert isinstance(ours, anthropic.InternalServerError)
+    assert (ours.status_code, ours.type) == (503, "overloaded_error")
+    assert (other.status_code, other.code) == (503, "draining")
+
+
+async def test_both_clients_read_that_the_engine_failed(server):
+    server.model.faults = {2: RuntimeError("the scripted fault")}
+    async with clients(server) as (ours, _):
+        with pytest.raises(anthropic.InternalServerError) as error:
+            await ours.messages.create(model="scripted", **asked("abc"))
+        assert (error.value.status_code, error.value.type) == (500, "api_error")
+        assert error.value.request_id.startswith("req_")
+        server.model.faults = {2: RuntimeError("the scripted fault")}
+        with pytest.raises(anthropic.APIStatusError, match="the engine failed") as told:
+            async with ours.messages.stream(model="scripted", **asked("abc")) as stream:
+                await stream.get_final_message()
+        assert told.value.type == "api_error"
+        assert told.value.body["request_id"].startswith("req_")
+
+
+async def test_the_name_of_a_request_is_that_of_its_answer(server):
+    async with clients(server) as (ours, _):
+        message = await ours.messages.create(model="scripted", **asked("hi"))
+        assert message._request_id.removeprefix("req_") == message.id.removeprefix("msg_")
+        async with ours.messages.stream(model="scripted", **asked("hi")) as stream:
+            final = await stream.get_final_message()
+            assert stream.request_id.removeprefix("req_") == final.id.removeprefix("msg_")
+
+
+async def test_counting_tokens(server):
+    """As many as the answer to the same request says that its prompt had."""
+    fields = {"system": "be brief", "tools": [LOOK], "messages": [{"role": "user", "content": "abc"}]}
+    async with clients(server) as (ours, _):
+        counted = await ours.messages.count_tokens(model="scripted", **fields)
+        answer = await ours.messages.create(model="scripted", max_tokens=1, **fields)
+        assert counted.input_tokens == answer.usage.input_tokens > 50
+        picture = {"type": "base64", "media_type": "image/png", "data": data_url(png()).partition(",")[2]}
+        fields = {"messages": [{"role": "user", "content": [{"type": "image", "source": picture}]}]}
+        assert (await ours.messages.count_tokens(model="scripted", **fields)).input_tokens > 64
+        with pytest.raises(anthropic.NotFoundError):
+            await ours.messages.count_tokens(model="other", **fields)
+    assert server.engine.total_requests == 1
+
+
+async def test_a_system_message_among_the_turns(server):
+    """Where it may stand, the template decides."""
+    user, system = {"role": "user", "content": "a"}, {"role": "system", "content": "be brief"}
+    blocks = system | {"content": [{"type": "text", "text": "be brief"}]}
+    field = await whole(server, messages=[user], system="be brief")
+    for first in (system, blocks):
+        assert (await whole(server, messages=[first, user]))["usage"] == field["usage"]
+    response = await server.client.post(MESSAGES, json=asked(messages=[user, system, user]))
+    assert "must be the first" in response.json()["error"]["message"]
+
+
+async def test_an_answer_that_the_client_has_begun():
+    """It goes on where the last message ends, and is told without it."""
+    async with scripted(" is 5.") as server:
+        user = {"role": "user", "content": "2 + 3?"}
+        begun = [user, {"role": "assistant", "content": "The sum"}]
+        answer = await whole(server, messages=begun)
+        assert answer["content"] == [{"type": "text", "text": " is 5."}]
+        plain = await whole(server, messages=[user])
+        assert answer["usage"]["input_tokens"] == plain["usage"]["input_tokens"] + len("The sum")
+        options = {"messages": begun, "continue_final_message": True, "stream_options": {"include_tokens": True}}
+        chat = (await server.client.post(COMPLETIONS, json=options)).json()
+        assert chat["choices"][0]["message"]["content"] == " is 5."
+        ids = chat["history_tokens"]
+        assert server.model.tokenizer.decode(ids).endswith("assistant\nThe sum is 5.")
+        blocks = [user, {"role": "assistant", "content": [{"type": "text", "text": "The sum"}]}]
+        assert (await whole(server, messages=blocks))["usage"] == answer["usage"]
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": [{"type": "text", "text": "a"}]},
+        {"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]},
+    ],
+)
+async def test_what_cannot_be_continued(server, last):
+    request = {"messages": [{"role": "user", "content": "?"}, last], "continue_final_message": True}
+    response = await server.client.post(COMPLETIONS, json=request)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "continue_final_message")
+
+
+async def test_an_answer_cannot_be_begun_for_a_model_that_reasons_first(server):
+    server.model._prompts.template = ChatTemplate("{{ messages[0].content }}<|im_start|>assistant\n<think>\n", "test")
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "The sum"}]
+    response = await server.client.post(MESSAGES, json=asked() | {"messages": messages})
+    assert response.status_code == 400
+    assert "reasons before it answers" in response.json()["error"]["message"]
+
+
+async def test_an_answer_that_fills_the_context():
+    async with scripted("x" * 100, max_context=80) as server:
+        answer = await whole(server)
+        assert answer["stop_reason"] == "model_context_window_exceeded"
+        assert answer["usage"]["input_tokens"] + answer["usage"]["output_tokens"] == 80
+        assert (await whole(server, max_tokens=2))["stop_reason"] == "max_tokens"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from serving.completions import CompletionRequest
-from serving.messages_request import MessagesRequest
+from serving.messages_request import CountTokensRequest, MessagesRequest
 
 from .chat_client import COMPLETIONS
 
@@ -26,6 +26,7 @@ USER = {"role": "user", "content": "a"}
 ENDPOINTS = {
     "/v1/completions": ({"prompt": "a"}, [*CompletionRequest.model_fields, "user"]),
     "/v1/messages": ({"messages": [USER], "max_tokens": 2}, [*MessagesRequest.model_fields, "metadata"]),
+    "/v1/messages/count_tokens": ({"messages": [USER]}, [*CountTokensRequest.model_fields]),
     "/tokenize": ({}, ["prompt", "messages", "model", "tools", "n"]),
 }
 

@@ -1,0 +1,68 @@
+"""A short run of the API document's requests, and that it sees what it is to see."""
+
+import asyncio
+import copy
+
+import pytest
+from schemathesis.core.failures import FailureGroup, ServerError
+
+from experiments import api_fuzz
+from serving import openapi
+from serving.settings import Settings
+from tests.serving.conftest import scripted_server
+from tests.serving.scripted_model import ScriptedModel
+
+DOCUMENT = openapi.document(Settings())
+EXAMPLES = 12
+
+
+def only(path: str) -> dict:
+    """The document with one path."""
+    document = copy.deepcopy(DOCUMENT)
+    document["paths"] = {path: document["paths"][path]}
+    return document
+
+
+async def send(document: dict, model: ScriptedModel, examples: int) -> api_fuzz.Statuses:
+    async with scripted_server(model) as server:
+        statuses = await asyncio.to_thread(api_fuzz.send_requests, document, server.url, examples)
+        await server.idle()
+    return statuses
+
+
+async def test_every_answer_is_in_the_document():
+    statuses = await send(DOCUMENT, ScriptedModel(max_context=512), EXAMPLES)
+    bodies = [counted for (operation, _), counted in statuses.items() if operation.startswith("POST")]
+    assert len(statuses) == 16
+    assert len(bodies) == 10
+    assert all(counted.total() >= EXAMPLES for counted in bodies)
+    assert sum(counted[200] for counted in bodies) > EXAMPLES
+    assert "| `GET /health` | positive | 200: 1 |" in api_fuzz.table(statuses)
+
+
+async def test_a_failure_is_seen():
+    model = ScriptedModel()
+    model.check_sampling = None  # whoever calls it fails
+    with pytest.raises(FailureGroup) as found:
+        await send(only("/v1/completions"), model, 50)
+    assert any(isinstance(failure, ServerError) for failure in found.value.exceptions)
+
+
+async def test_a_failure_in_a_stream_is_seen():
+    document = only("/v1/chat/completions")
+    fields = document["components"]["schemas"]["ChatRequest"]
+    fields["properties"]["stream"] = {"const": True}
+    fields["required"].append("stream")
+    model = ScriptedModel()
+    model.stream = None
+    with pytest.raises(FailureGroup) as found:
+        await send(document, model, 50)
+    assert any("the stream failed" in str(failure) for failure in found.value.exceptions)
+
+
+async def test_an_answer_that_is_not_in_the_document_is_seen():
+    document = only("/v1/models")
+    document["components"]["schemas"]["Models"]["properties"]["object"] = {"type": "integer"}
+    with pytest.raises(FailureGroup) as found:
+        await send(document, ScriptedModel(), 1)
+    assert any("integer" in str(failure) for failure in found.value.exceptions)
