@@ -7,7 +7,15 @@ for step in model.generate("Count from 1 to 5"):
 """
 
 from models.batch import Batch, BatchLimits
-from models.errors import CheckpointError, ConfigError, ContextLengthError, KestrelError, MediaError, PromptError
+from models.errors import (
+    CheckpointError,
+    ConfigError,
+    ContextLengthError,
+    GrammarError,
+    KestrelError,
+    MediaError,
+    PromptError,
+)
 from models.generation import Generation, PrefillProgress, Request, Step
 from models.model import LoadedModel, load
 from models.prompt import Prompt
@@ -21,6 +29,7 @@ __all__ = [
     "ConfigError",
     "ContextLengthError",
     "Generation",
+    "GrammarError",
     "KestrelError",
     "LoadedModel",
     "MediaError",

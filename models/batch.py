@@ -18,7 +18,7 @@ from models.image_cache import ImageCache
 from models.images import VisionInput
 from models.inference import CHUNKS, Inference, VisualFeatures, row_buckets
 from models.layers import DECODE_ROWS
-from models.sampling import Sampled
+from models.sampling import Sampled, everything
 from models.slots import SlotTable
 
 Item = PrefillProgress | Step | Exception
@@ -85,6 +85,7 @@ class Batch:
 
         Raises:
             PromptError: the placeholders do not match the pictures.
+            GrammarError: nothing can follow the grammar.
         """
         config = self._inference.config
         generation = Generation(request, self._context, config, self._inference.switches)
@@ -151,7 +152,8 @@ class Batch:
         logits.block_until_ready()  # a chunk that is only queued could neither be timed nor cancelled
         items: list[tuple[Generation, Item]] = [(generation, generation.prefilled())]
         if not generation.left:
-            sampled, self._sampling = self._inference.sample(logits, self._sampling, slot.index)
+            allowed = None if generation.allowed is None else generation.allowed[None]
+            sampled, self._sampling = self._inference.sample(logits, self._sampling, slot.index, allowed)
             items.append((generation, self._step(generation, jax.tree.map(np.asarray, sampled), 0)))
         return items
 
@@ -165,7 +167,7 @@ class Batch:
         bucket = next(size for size in row_buckets(self.limits.decoded_rows) if size >= len(rows))
         padded = np.array(rows + [EMPTY_ROW] * (bucket - len(rows)), np.int32)
         sampled, self._layers, self._sampling = self._inference.decode(
-            self._layers, self._sampling, np.ascontiguousarray(padded.T)
+            self._layers, self._sampling, np.ascontiguousarray(padded.T), self._constraints(ready, drafts, bucket)
         )
         sampled = jax.tree.map(np.asarray, sampled)
         items, first = [], 0
@@ -174,17 +176,33 @@ class Batch:
             first += 1 + len(drafted)
         return items
 
-    def _confirmed(self, generation: Generation, drafted: list[int], sampled: Sampled, first: int) -> Iterator[Step]:
+    def _constraints(self, ready: list[Generation], drafts: list[list[int]], bucket: int) -> np.ndarray | None:
+        """What the rows of a step allow, uint32 `[bucket, words]`; None if they allow everything."""
+        if all(generation.allowed is None for generation in ready):
+            return None
+        constraints = everything(bucket, self._inference.config.text.vocab)
+        row = 0
+        for generation, drafted in zip(ready, drafts, strict=True):
+            if generation.allowed is not None:
+                constraints[row] = generation.allowed
+            row += 1 + len(drafted)
+        return constraints
+
+    def _confirmed(self, generation: Generation, drafted: list[int], sampled: Sampled, first: int) -> Iterator[Item]:
         """The steps of a generation, whose rows begin at `first`: as many as were drafted as they came, and one."""
         for row, guess in enumerate([*drafted, None], start=first):
             generation.decoded()
             step = self._step(generation, sampled, row)
             yield step
-            if step.finish_reason is not None or step.token_id != guess:
+            if isinstance(step, Exception) or step.finish_reason is not None or step.token_id != guess:
                 return
 
-    def _step(self, generation: Generation, sampled: Sampled, row: int) -> Step:
-        step = generation.next_step(sampled, row)
+    def _step(self, generation: Generation, sampled: Sampled, row: int) -> Item:
+        try:
+            step = generation.next_step(sampled, row)
+        except Exception as error:
+            self.leave(generation)
+            return error
         if step.finish_reason is not None:
             self.leave(generation)
         return step

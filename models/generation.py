@@ -11,6 +11,7 @@ import numpy as np
 
 from models.config import ModelConfig
 from models.errors import ContextLengthError, PromptError
+from models.grammar import Grammar
 from models.images import VisionInput
 from models.inference import Chunk, VisualFeatures, plan_chunks
 from models.positions import rope_positions
@@ -36,8 +37,8 @@ class Step:
 
     `text` is what may now be shown ("" while a character or a possible stop string is incomplete). `logprob`,
     `top_logprobs` (token id, log-probability; best first) and `margin` (largest minus second largest logit) describe
-    the model's own distribution, before penalties and temperature. `finish_reason` is set on the last step: "stop" at
-    an end token (whose text is empty) or a stop string, "length" at `max_tokens` or the end of the context.
+    the model's own distribution, before penalties, grammar and temperature. `finish_reason` is set on the last step:
+    "stop" at an end token (whose text is empty) or a stop string, "length" at `max_tokens` or the end of the context.
     """
 
     token_id: int
@@ -61,8 +62,8 @@ class TextPieces(Protocol):
 @dataclass(frozen=True)
 class Request:
     """What one generation needs: token ids int32 `[length]`, the pictures in order, limits and parameters, and what
-    turns its tokens into text. `end_tokens` stop the answer. What has been computed for one `owner` is not used for
-    another's request."""
+    turns its tokens into text. `end_tokens` stop the answer, which follows `grammar` if there is one. What has been
+    computed for one `owner` is not used for another's request."""
 
     token_ids: np.ndarray
     visuals: Sequence[VisionInput]
@@ -70,6 +71,7 @@ class Request:
     end_tokens: frozenset[int]
     sampling: SamplingParams
     pieces: TextPieces
+    grammar: Grammar | None = None
     owner: str = ""
 
 
@@ -118,13 +120,19 @@ class Generation:
     the cache."""
 
     def __init__(self, request: Request, context: int, config: ModelConfig, switches: Switches) -> None:
-        """Raises PromptError if the placeholders do not match the pictures."""
+        """
+        Raises:
+            PromptError: the placeholders do not match the pictures.
+            GrammarError: nothing can follow the grammar.
+        """
         self.request = request
         self.length = len(request.token_ids)
         grids = [visual.grid for visual in request.visuals]
         self.positions, self.delta = rope_positions(request.token_ids, grids, config, switches)
         self.keys = content_keys(request.token_ids, request.visuals, config)
         self.limit = min(request.max_tokens, context - self.length)
+        self._matcher = None if request.grammar is None else request.grammar.start()
+        self.allowed = None if self._matcher is None else self._matcher.allowed()  # what may come next
         self.slot: Slot | None = None
         self.reused = 0  # tokens of the prompt that were in the cache already
         self.passed_over = 0  # tokens of other prompts that were computed while this one waited
@@ -179,7 +187,7 @@ class Generation:
         first choices."""
         most = min(most, self.limit - self.generated - 1)
         sampling = self.request.sampling
-        if most < 1 or sampling.temperature > 0 or sampling.adjusts:
+        if most < 1 or sampling.temperature > 0 or sampling.adjusts or self._matcher is not None:
             return []
         known = self.slot.keys[: self.slot.held + 1]
         known[-1] = self.token
@@ -192,7 +200,11 @@ class Generation:
         return [(token, self.slot.index, before, before + self.delta) for token, before in tokens]
 
     def next_step(self, sampled: Sampled, row: int) -> Step:
-        """What row `row` of the sampled tokens (on the host) says."""
+        """What row `row` of the sampled tokens (on the host) says.
+
+        Raises:
+            GrammarError: the grammar is too much work to follow.
+        """
         self.token, self.generated = int(sampled.token[row]), self.generated + 1
         pieces, ended = self.request.pieces, self.token in self.request.end_tokens
         text = "" if ended else pieces.push(self.token)
@@ -200,6 +212,9 @@ class Generation:
         reason: FinishReason | None = "stop" if ended or pieces.stopped else "length" if last else None
         if reason is not None and not pieces.stopped:
             text += pieces.finish()
+        if self._matcher is not None and reason is None:
+            self._matcher.take(self.token)
+            self.allowed = self._matcher.allowed()
         shown = self.request.sampling.top_logprobs
         best = zip(sampled.top_tokens[row, :shown], sampled.top_logprobs[row, :shown], strict=True)
         return Step(

@@ -25,7 +25,7 @@ from models.kernels import ops
 from models.kernels.loader import active_variant
 from models.network import Network, VisualTokens
 from models.positions import Grid
-from models.sampling import Sampled, SamplingParams, SamplingState, sample, seated, start_sampling
+from models.sampling import Sampled, SamplingParams, SamplingState, everything, sample, seated, start_sampling
 from models.switches import Switches
 from models.vision import patch_layout
 
@@ -157,6 +157,7 @@ class Inference:
         self._seat = CompiledStep(seated, donate=(0,))
         self._allocate = CompiledStep(self._new_layers, static=(0, 1))
         self._copy = CompiledStep(copy_prefix, donate=(0,))
+        self._unconstrained: dict[int, Array] = {}
 
     @property
     def row_by_row(self) -> bool:
@@ -197,13 +198,13 @@ class Inference:
         return network.logits(hidden), layers
 
     def _decode_rows(
-        self, leaves: list[Array], layers: Layers, state: SamplingState, rows: Array
+        self, leaves: list[Array], layers: Layers, state: SamplingState, rows: Array, allowed: Array
     ) -> tuple[Sampled, Layers, SamplingState]:
         network = self._decoder.module(leaves)
         token, slots, held, position = rows
         positions = jnp.broadcast_to(position[None, :, None], (3, *token.shape, 1))
         hidden, cache = network(token[:, None], positions, KVCache(layers, slots, held), None)
-        sampled, state = sample(network.logits(hidden[:, 0]), state, slots)
+        sampled, state = sample(network.logits(hidden[:, 0]), state, slots, allowed)
         return sampled, cache.layers, state
 
     # The steps as callers see them.
@@ -305,15 +306,30 @@ class Inference:
         row = start_sampling([(params, prompt)], self.config.text.vocab)
         return self._seat(len(state.step), state, row, np.int32(slot))
 
-    def sample(self, logits: Array, state: SamplingState, slot: int) -> tuple[Sampled, SamplingState]:
-        """Chooses the first token of the sequence in a slot, from the logits `[1, vocab]` that prefill left."""
-        return self._sample(len(state.step), logits, state, np.array([slot], np.int32))
+    def sample(
+        self, logits: Array, state: SamplingState, slot: int, allowed: np.ndarray | None = None
+    ) -> tuple[Sampled, SamplingState]:
+        """Chooses the first token of the sequence in a slot, from the logits `[1, vocab]` that prefill left. `allowed`
+        uint32 `[1, words]` are its constraint (`models.sampling.sample`), if it has one."""
+        constraint = self._everything(1) if allowed is None else allowed
+        return self._sample(len(state.step), logits, state, np.array([slot], np.int32), constraint)
 
-    def decode(self, layers: Layers, state: SamplingState, rows: np.ndarray) -> tuple[Sampled, Layers, SamplingState]:
+    def decode(
+        self, layers: Layers, state: SamplingState, rows: np.ndarray, allowed: np.ndarray | None = None
+    ) -> tuple[Sampled, Layers, SamplingState]:
         """Takes a token of each sequence into the cache and chooses the next. `rows` int32 `[4, batch]` are the tokens,
         their slots (negative for rows that belong to none), the tokens before each in its slot, and their positions.
-        Several rows of one slot are tokens that follow on each other."""
-        return self._decode((rows.shape[1], *_room(layers)), self._decoder.leaves, layers, state, rows)
+        Several rows of one slot are tokens that follow on each other. `allowed` uint32 `[batch, words]` are the rows'
+        constraints, if any has one."""
+        batch = rows.shape[1]
+        constraints = self._everything(batch) if allowed is None else allowed
+        return self._decode((batch, *_room(layers)), self._decoder.leaves, layers, state, rows, constraints)
+
+    def _everything(self, batch: int) -> Array:
+        """No constraint for any row; on the device already, because it is needed in nearly every step."""
+        if batch not in self._unconstrained:
+            self._unconstrained[batch] = jax.device_put(everything(batch, self.config.text.vocab))
+        return self._unconstrained[batch]
 
     def copy(self, layers: Layers, source: int, target: int, tokens: int) -> Layers:
         """The cache with the first `tokens` tokens of one slot in another one too."""
@@ -349,7 +365,7 @@ class Inference:
         number, one = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
         yield lambda: self._allocate.compile(room, *room)
         yield lambda: self._seat.compile(slots, state, row, number)
-        yield lambda: self._sample.compile(slots, logits, state, one)
+        yield lambda: self._sample.compile(slots, logits, state, one, self._everything(1))
         if slots > 1:
             yield lambda: self._copy.compile(room, layers, number, number, number)
         for bucket in CHUNKS:
@@ -358,7 +374,12 @@ class Inference:
             yield lambda bucket=bucket, given=given: self._prefill.compile((bucket, *room), leaves, layers, given)
         for batch in row_buckets(rows):
             yield lambda batch=batch: self._decode.compile(
-                (batch, *room), leaves, layers, state, jax.ShapeDtypeStruct((4, batch), jnp.int32)
+                (batch, *room),
+                leaves,
+                layers,
+                state,
+                jax.ShapeDtypeStruct((4, batch), jnp.int32),
+                self._everything(batch),
             )
 
     def _encoder_jobs(self, image_tokens: int) -> Iterator[Callable[[], None]]:

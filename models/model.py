@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from models.compilation import enable_persistent_cache
 from models.config import ModelConfig, parse_config
 from models.errors import ConfigError, PromptError
 from models.generation import Request, Step, check_room
+from models.grammar import Grammar, GrammarCompiler
 from models.images import ImageProcessor, VisionInput
 from models.inference import Inference, VisualFeatures, plan_chunks
 from models.positions import rope_positions
@@ -239,6 +241,19 @@ class LoadedModel:
         """Raises ConfigError if `logit_bias` names a token that the model does not have."""
         check_bias(sampling.logit_bias, self.config.text.vocab)
 
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self.tokenizer, self.config.text.vocab, self.end_tokens)
+
+    def compile_grammar(self, grammar: str) -> Grammar:
+        """A grammar (`models.grammar`) for answers of this model. Unlike generating, any thread may do it, once the
+        model is warmed up.
+
+        Raises:
+            GrammarError: no answer can be held to it.
+        """
+        return self._grammars.compile(grammar)
+
     def logits(
         self,
         token_ids: Sequence[int] | np.ndarray,
@@ -310,13 +325,15 @@ class LoadedModel:
         stop: Sequence[str] = (),
         sampling: SamplingParams | None = None,
         images: Sequence[Image.Image] = (),
+        grammar: Grammar | None = None,
         ignore_eos: bool = False,
         **visuals: np.ndarray,
     ) -> Iterator[Step]:
         """Yields each generated token with its text, log-probability and margin.
 
         `prompt` is a question (with `images`, one user turn), a conversation, or token ids; ids may come with the
-        picture arguments of `logits`. `ignore_eos` goes on past end-of-turn tokens, for measurements.
+        picture arguments of `logits`. The answer follows `grammar`, which `compile_grammar` makes. `ignore_eos` goes on
+        past end-of-turn tokens, for measurements.
         """
         if isinstance(prompt, str):
             parts = [{"type": "image", "image": image} for image in images]
@@ -331,7 +348,9 @@ class LoadedModel:
             built = Prompt(ids, tuple(self._in_order(ids, *(visuals.pop(name, None) for name in arguments))))
         if visuals:
             raise TypeError(f"generate() got unexpected arguments: {', '.join(visuals)}")
-        request = self.request(built, max_tokens=max_tokens, stop=stop, sampling=sampling, ignore_eos=ignore_eos)
+        request = self.request(
+            built, max_tokens=max_tokens, stop=stop, sampling=sampling, grammar=grammar, ignore_eos=ignore_eos
+        )
         return self._steps(request)
 
     def _steps(self, request: Request) -> Iterator[Step]:
@@ -351,10 +370,12 @@ class LoadedModel:
         max_tokens: int,
         stop: Sequence[str] = (),
         sampling: SamplingParams | None = None,
+        grammar: Grammar | None = None,
         ignore_eos: bool = False,
         owner: str = "",
     ) -> Request:
-        """What a batch needs to answer a prompt. The cache of one `owner` is not used for another's requests.
+        """What a batch needs to answer a prompt; the answer follows `grammar`. The cache of one `owner` is not used for
+        another's requests.
 
         Raises:
             PromptError: the prompt does not fit the context.
@@ -370,6 +391,7 @@ class LoadedModel:
             frozenset() if ignore_eos else self.end_tokens,
             sampling or SamplingParams(),
             _NoText() if self._text is None else TextStream(self._text.tokenizer, stop),
+            grammar,
             owner,
         )
 
@@ -384,6 +406,8 @@ class LoadedModel:
 
     def warm_up(self, limits: BatchLimits | None = None, progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles every step that a batch of these limits can need; `progress` hears how many of how many are done."""
+        if self._text is not None and self.end_tokens:
+            _ = self._grammars  # takes a second for a large vocabulary
         limits = limits or BatchLimits()
         self._inference.compile(self.max_context, self.max_image_tokens, limits.decoded_rows, limits.slots, progress)
 

@@ -1,4 +1,5 @@
-"""From logits to a token, inside jit: penalties, bias, temperature, top-k, min-p, top-p and a seeded draw per row.
+"""From logits to a token, inside jit: penalties, bias, constraint, temperature, top-k, min-p, top-p and a seeded draw
+per row.
 
 Every row of a batch has its own parameters, counts and random stream, so what it draws depends on nothing but its own
 logits, parameters and seed.
@@ -20,6 +21,7 @@ from models.errors import ConfigError
 
 MAX_TOP_LOGPROBS = 20
 ONE_AS_BITS = 0x3F800000  # the bit pattern of float32 1.0
+ALL_TOKENS = np.uint32(0xFFFFFFFF)  # a word of a constraint that lets its 32 tokens through
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,8 @@ class SamplingState:
 @dataclass(frozen=True)
 class Sampled:
     """The chosen token of every row, its log-probability, the margin between the two largest logits, and the best
-    tokens with their log-probabilities. All but `token` describe the model's own logits, before penalties and bias."""
+    tokens with their log-probabilities. All but `token` describe the model's own logits, before penalties, bias
+    and constraint."""
 
     token: Int[Array, " batch"]
     logprob: Float[Array, " batch"]
@@ -156,17 +159,27 @@ def seated(state: SamplingState, row: SamplingState, slot: Int[Array, ""]) -> Sa
     return jax.tree.map(put, state, row)
 
 
+def everything(batch: int, vocab: int) -> np.ndarray:
+    """The constraint of rows that have none, uint32 `[batch, words]`."""
+    return np.full((batch, -(-vocab // 32)), ALL_TOKENS, np.uint32)
+
+
 def sample(
-    logits: Float[Array, "batch vocab"], state: SamplingState, slots: Int[Array, " batch"]
+    logits: Float[Array, "batch vocab"],
+    state: SamplingState,
+    slots: Int[Array, " batch"],
+    allowed: UInt[Array, "batch words"],
 ) -> tuple[Sampled, SamplingState]:
     """Chooses the next token of every row as its slot's sequence does, and counts it there. A row whose slot is
-    negative belongs to none."""
+    negative belongs to none. `allowed` has a bit for every token that a row's constraint lets through: token `i` in bit
+    `i % 32` of word `i // 32`."""
     own = jnp.maximum(slots, 0)
     first = _first_largest(logits)
-    usual = (slots < 0) | ((state.temperature == 0) & ~state.adjusted)[own]
+    unconstrained = jnp.all(allowed == ALL_TOKENS, axis=-1)
+    usual = (slots < 0) | (((state.temperature == 0) & ~state.adjusted)[own] & unconstrained)
     # What takes memory per slot is read only where a row needs it.
     token = jax.lax.cond(
-        jnp.all(usual), lambda: first, lambda: _choose(logits, jax.tree.map(lambda array: array[own], state))
+        jnp.all(usual), lambda: first, lambda: _choose(logits, jax.tree.map(lambda array: array[own], state), allowed)
     )
     counted = jnp.where(slots < 0, state.step.shape[0], slots)  # out of bounds, where updates are dropped
     counts = state.counts.at[counted, token].add(1, mode="drop")
@@ -175,9 +188,11 @@ def sample(
     return sampled, replace(state, counts=counts, step=step)
 
 
-def _choose(logits: Float[Array, "batch vocab"], state: SamplingState) -> Int[Array, " batch"]:
-    """The next token of every row, after penalties and bias; `state` is that of the rows."""
-    adjusted = _penalise(logits, state)
+def _choose(
+    logits: Float[Array, "batch vocab"], state: SamplingState, allowed: UInt[Array, "batch words"]
+) -> Int[Array, " batch"]:
+    """The next token of every row, after penalties, bias and constraint; `state` is that of the rows."""
+    adjusted = jnp.where(_allowed_tokens(allowed, logits.shape[-1]), _penalise(logits, state), -jnp.inf)
     drawing = state.temperature > 0
     greedy = _first_largest(adjusted)
     return jax.lax.cond(jnp.any(drawing), lambda: jnp.where(drawing, _draw(adjusted, state), greedy), lambda: greedy)
@@ -191,6 +206,13 @@ def _penalise(logits: Float[Array, "batch vocab"], state: SamplingState) -> Floa
     logits = logits - state.frequency_penalty[:, None] * counts
     logits = logits - state.presence_penalty[:, None] * (state.counts > 0).astype(jnp.float32)
     return logits + state.bias
+
+
+def _allowed_tokens(allowed: UInt[Array, "batch words"], vocab: int) -> Bool[Array, "batch vocab"]:
+    """The constraints, a boolean per token."""
+    bits = jnp.arange(32, dtype=jnp.uint32)[None, None]
+    unpacked = (allowed[:, :, None] >> bits) & jnp.uint32(1)
+    return unpacked.reshape(len(allowed), -1)[:, :vocab] == 1
 
 
 def _draw(logits: Float[Array, "batch vocab"], state: SamplingState) -> Int[Array, " batch"]:

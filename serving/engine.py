@@ -248,7 +248,12 @@ class Engine:
 
     def _request(self, job: Job, work: Work) -> Request:
         return self.model.request(
-            work.prompt, max_tokens=work.max_tokens, stop=work.stop, sampling=work.sampling, owner=job.owner
+            work.prompt,
+            max_tokens=work.max_tokens,
+            stop=work.stop,
+            sampling=work.sampling,
+            grammar=work.grammar,
+            owner=job.owner,
         )
 
     def _drop_cancelled(self) -> None:

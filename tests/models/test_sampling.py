@@ -6,19 +6,26 @@ import numpy as np
 import pytest
 
 from models.errors import ConfigError
-from models.sampling import SamplingParams, sample, seated, start_sampling
+from models.sampling import SamplingParams, everything, sample, seated, start_sampling
 
 VOCAB = 50
 
 
-def draw(logits: np.ndarray, *params: SamplingParams, prompts=None, steps: int = 1):
-    """`steps` draws per row from unchanging logits `[batch, vocab]`; tokens `[steps, batch]` and the last `Sampled`."""
+def draw(logits: np.ndarray, *params: SamplingParams, prompts=None, allowed=None, steps: int = 1):
+    """`steps` draws per row from unchanging logits `[batch, vocab]`; tokens `[steps, batch]` and the last `Sampled`.
+    `allowed` has the tokens of each row's constraint, None where there is none."""
     prompts = prompts or [np.zeros(0, np.int64)] * len(params)
+    constraints = everything(len(params), logits.shape[1])
+    for row, tokens in enumerate(allowed or []):
+        if tokens is not None:
+            bits = np.zeros((1, 32 * constraints.shape[1]), bool)
+            bits[0, tokens] = True
+            constraints[row] = np.packbits(bits, bitorder="little").view(np.uint32)
     state = start_sampling(list(zip(params, prompts, strict=True)), logits.shape[1])
     step, slots = jax.jit(sample), jnp.arange(len(params), dtype=jnp.int32)
     tokens = []
     for _ in range(steps):
-        sampled, state = step(jnp.asarray(logits, jnp.float32), state, slots)
+        sampled, state = step(jnp.asarray(logits, jnp.float32), state, slots, constraints)
         tokens.append(np.asarray(sampled.token))
     return np.array(tokens), sampled
 
@@ -156,7 +163,7 @@ def test_rows_take_the_parameters_of_their_slots_and_empty_rows_change_none():
         state = jax.jit(seated)(state, row, jnp.int32(slot))
     slots = jnp.asarray([4, 0, 2, -1], jnp.int32)
     for _ in range(6):
-        sampled, state = jax.jit(sample)(logits[jnp.asarray([0, 1, 2, 0])], state, slots)
+        sampled, state = jax.jit(sample)(logits[jnp.asarray([0, 1, 2, 0])], state, slots, everything(4, VOCAB))
     alone, last = draw(np.asarray(logits), *own, steps=6)
     assert sampled.token[:3].tolist() == alone[-1].tolist()
     np.testing.assert_array_equal(sampled.logprob[:3], last.logprob)

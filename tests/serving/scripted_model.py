@@ -16,6 +16,7 @@ import numpy as np
 from models import BatchLimits, PrefillProgress, Prompt, Request, SamplingParams, Step
 from models.chat_template import default_chat_template
 from models.generation import check_room
+from models.grammar import Grammar, GrammarCompiler
 from models.image_cache import ImageCache
 from models.images import ImageProcessor
 from models.prompt import IMAGE_PAD, VIDEO_PAD, VISION_END, VISION_START, PromptBuilder
@@ -91,6 +92,7 @@ class ScriptedModel:
         config = SimpleNamespace(vision=SimpleNamespace(merge=2))
         processor = ImageProcessor.from_folder(None, max_image_tokens=64)
         self._prompts = PromptBuilder(self.tokenizer, default_chat_template(), processor, config, self.max_context)
+        self._grammars = GrammarCompiler(self.tokenizer, VOCAB, {END})
         self._answers: dict[bytes, bytes] = {}
 
     def prompt(self, messages: list[dict[str, Any]], **settings: Any) -> Prompt:
@@ -116,11 +118,21 @@ class ScriptedModel:
     def bytes_per_slot(self) -> int:
         return 2**20
 
+    def compile_grammar(self, grammar: str) -> Grammar:
+        return self._grammars.compile(grammar)
+
     def request(
-        self, prompt: Prompt, *, max_tokens: int, stop: tuple[str, ...], sampling: SamplingParams, owner: str
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int,
+        stop: tuple[str, ...],
+        sampling: SamplingParams,
+        grammar: Grammar | None,
+        owner: str,
     ) -> Request:
-        pieces = TextStream(self.tokenizer, stop)
-        return Request(prompt.token_ids, prompt.visuals, max_tokens, frozenset([END]), sampling, pieces, owner)
+        pieces, ends = TextStream(self.tokenizer, stop), frozenset([END])
+        return Request(prompt.token_ids, prompt.visuals, max_tokens, ends, sampling, pieces, grammar, owner)
 
     def batch(self, limits: BatchLimits) -> ScriptedBatch:
         return ScriptedBatch(self, limits)
@@ -130,15 +142,22 @@ class ScriptedModel:
         self.threads.add(threading.get_ident())
         self.sampling.append(request.sampling)
         prompt = Prompt(request.token_ids, tuple(request.visuals))
-        return self._items(prompt, request.max_tokens, request.pieces, request.sampling)
+        tokens = self._tokens(prompt, request.sampling, request.grammar)
+        return self._items(tokens, request.max_tokens, request.pieces, request.sampling)
 
-    def _items(self, prompt: Prompt, max_tokens: int, pieces: TextStream, sampling: SamplingParams) -> Iterator[Any]:
+    def _tokens(self, prompt: Prompt, sampling: SamplingParams, grammar: Grammar | None) -> Iterator[int]:
+        """The answer as it is scripted, whatever the grammar says."""
+        yield from [*self._answer(prompt), END]
+
+    def _items(
+        self, tokens: Iterator[int], max_tokens: int, pieces: TextStream, sampling: SamplingParams
+    ) -> Iterator[Any]:
         ended = False
         try:
             for chunk in range(self.chunks):
                 self._work(0)
                 yield PrefillProgress(chunk + 1, self.chunks)
-            for number, token in enumerate([*self._answer(prompt), END], start=1):
+            for number, token in enumerate(tokens, start=1):
                 self._work(number)
                 self.steps += 1
                 step = self._step(token, pieces, number >= max_tokens, sampling)
