@@ -6,7 +6,15 @@ for step in model.generate("Count from 1 to 5"):
     print(step.text, step.margin)
 """
 
-from models.errors import CheckpointError, ConfigError, ContextLengthError, KestrelError, MediaError, PromptError
+from models.errors import (
+    CheckpointError,
+    ConfigError,
+    ContextLengthError,
+    GrammarError,
+    KestrelError,
+    MediaError,
+    PromptError,
+)
 from models.generation import PrefillProgress, Step
 from models.model import LoadedModel, load
 from models.prompt import Prompt
@@ -17,6 +25,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "ContextLengthError",
+    "GrammarError",
     "KestrelError",
     "LoadedModel",
     "MediaError",

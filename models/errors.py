@@ -25,5 +25,9 @@ class ContextLengthError(PromptError):
     """A prompt that leaves no room for an answer in the context."""
 
 
+class GrammarError(KestrelError):
+    """A schema or grammar that no answer can be held to."""
+
+
 class KernelError(KestrelError):
     """Compiled kernels that cannot be built, loaded or used on this machine."""

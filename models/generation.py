@@ -6,15 +6,16 @@ Control returns to the caller after every chunk and every token, so that a serve
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
 
 from models.errors import ContextLengthError, PromptError
+from models.grammar import Grammar, Matcher
 from models.inference import Inference, VisualFeatures, plan_chunks
 from models.positions import Grid, rope_positions
-from models.sampling import Sampled, SamplingParams, start_sampling
+from models.sampling import Sampled, SamplingParams, SamplingState, start_sampling
 
 FinishReason = Literal["stop", "length"]
 
@@ -33,8 +34,8 @@ class Step:
 
     `text` is what may now be shown ("" while a character or a possible stop string is incomplete). `logprob`,
     `top_logprobs` (token id, log-probability; best first) and `margin` (largest minus second largest logit) describe
-    the model's own distribution, before penalties and temperature. `finish_reason` is set on the last step: "stop" at
-    an end token (whose text is empty) or a stop string, "length" at `max_tokens` or the end of the context.
+    the model's own distribution, before penalties, grammar and temperature. `finish_reason` is set on the last step:
+    "stop" at an end token (whose text is empty) or a stop string, "length" at `max_tokens` or the end of the context.
     """
 
     token_id: int
@@ -58,13 +59,14 @@ class TextPieces(Protocol):
 @dataclass(frozen=True)
 class Request:
     """What one generation needs: token ids int32 `[length]`, the patches and grid of each picture in order, limits and
-    parameters. `end_tokens` stop the answer."""
+    parameters. `end_tokens` stop the answer, which follows `grammar` if there is one."""
 
     token_ids: np.ndarray
     visuals: Sequence[tuple[np.ndarray, Grid]]
     max_tokens: int
     end_tokens: frozenset[int]
     sampling: SamplingParams
+    grammar: Grammar | None = None
 
 
 def check_room(length: int, context: int) -> None:
@@ -85,6 +87,7 @@ def generate(
 
     Raises:
         PromptError: at the first `next`, if the placeholders do not match the pictures.
+        GrammarError: between tokens, if the grammar is too much work to follow.
     """
     ids, length = request.token_ids, len(request.token_ids)
     positions, delta = rope_positions(ids, (grid for _, grid in request.visuals), inference.config, inference.switches)
@@ -102,7 +105,8 @@ def generate(
         yield PrefillProgress(chunk.start + chunk.tokens, length)
 
     limit = min(request.max_tokens, context - length)
-    sampled, state = inference.sample(logits, state)
+    matcher = None if request.grammar is None else request.grammar.start()
+    sampled, state = inference.sample(logits, _constrained(state, matcher))
     for generated in range(1, limit + 1):
         step = _step(sampled, request, pieces, generated == limit)
         yield step
@@ -110,7 +114,15 @@ def generate(
             return
         if length + generated > cache.capacity:
             cache = inference.grow(cache)
-        sampled, cache, state = inference.decode(cache, state, sampled.token, np.array([delta], np.int32))
+        if matcher is not None:
+            matcher.take(step.token_id)
+        constrained = _constrained(state, matcher)
+        sampled, cache, state = inference.decode(cache, constrained, sampled.token, np.array([delta], np.int32))
+
+
+def _constrained(state: SamplingState, matcher: Matcher | None) -> SamplingState:
+    """The state with what the grammar lets through next."""
+    return state if matcher is None else replace(state, allowed=matcher.allowed()[None])
 
 
 def _step(sampled: Sampled, request: Request, pieces: TextPieces, last: bool) -> Step:

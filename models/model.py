@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from models.compilation import enable_persistent_cache
 from models.config import ModelConfig, parse_config
 from models.errors import ConfigError, PromptError
 from models.generation import PrefillProgress, Request, Step, check_room, generate
+from models.grammar import Grammar, GrammarCompiler
 from models.images import ImageProcessor
 from models.inference import Inference, VisualFeatures, plan_chunks
 from models.positions import Grid, rope_positions
@@ -236,6 +238,19 @@ class LoadedModel:
         """Raises ConfigError if `logit_bias` names a token that the model does not have."""
         check_bias(sampling.logit_bias, self.config.text.vocab)
 
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self.tokenizer, self.config.text.vocab, self.end_tokens)
+
+    def compile_grammar(self, grammar: str) -> Grammar:
+        """A grammar (`models.grammar`) for answers of this model. Unlike generating, any thread may do it, once the
+        model is warmed up.
+
+        Raises:
+            GrammarError: no answer can be held to it.
+        """
+        return self._grammars.compile(grammar)
+
     def logits(
         self,
         token_ids: Sequence[int] | np.ndarray,
@@ -307,13 +322,15 @@ class LoadedModel:
         stop: Sequence[str] = (),
         sampling: SamplingParams | None = None,
         images: Sequence[Image.Image] = (),
+        grammar: Grammar | None = None,
         ignore_eos: bool = False,
         **visuals: np.ndarray,
     ) -> Iterator[Step]:
         """Yields each generated token with its text, log-probability and margin.
 
         `prompt` is a question (with `images`, one user turn), a conversation, or token ids; ids may come with the
-        picture arguments of `logits`. `ignore_eos` goes on past end-of-turn tokens, for measurements.
+        picture arguments of `logits`. The answer follows `grammar`, which `compile_grammar` makes. `ignore_eos` goes on
+        past end-of-turn tokens, for measurements.
         """
         if isinstance(prompt, str):
             parts = [{"type": "image", "image": image} for image in images]
@@ -329,11 +346,17 @@ class LoadedModel:
             pictures = self._in_order(ids, *(visuals.pop(name, None) for name in arguments))
         if visuals:
             raise TypeError(f"generate() got unexpected arguments: {', '.join(visuals)}")
-        items = self._run(ids, pictures, max_tokens, stop, sampling or SamplingParams(), ignore_eos)
+        items = self._run(ids, pictures, max_tokens, stop, sampling or SamplingParams(), grammar, ignore_eos)
         return (item for item in items if isinstance(item, Step))
 
     def stream(
-        self, prompt: Prompt, *, max_tokens: int, stop: Sequence[str] = (), sampling: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int,
+        stop: Sequence[str] = (),
+        sampling: SamplingParams | None = None,
+        grammar: Grammar | None = None,
     ) -> Iterator[PrefillProgress | Step]:
         """The same loop as a server drives it: control returns after every picture, prefill chunk and token. Closing
         the iterator drops the request.
@@ -341,10 +364,10 @@ class LoadedModel:
         Raises:
             PromptError: at once, if the prompt does not fit the context.
             ConfigError: at once, if `max_tokens` is not positive.
+            GrammarError: between tokens, if the grammar is too much work to follow.
         """
-        return self._run(
-            prompt.token_ids, _prompt_visuals(prompt), max_tokens, stop, sampling or SamplingParams(), ignore_eos=False
-        )
+        visuals, sampling = _prompt_visuals(prompt), sampling or SamplingParams()
+        return self._run(prompt.token_ids, visuals, max_tokens, stop, sampling, grammar, ignore_eos=False)
 
     def _run(
         self,
@@ -353,6 +376,7 @@ class LoadedModel:
         max_tokens: int,
         stop: Sequence[str],
         sampling: SamplingParams,
+        grammar: Grammar | None,
         ignore_eos: bool,
     ) -> Iterator[PrefillProgress | Step]:
         check_room(len(ids), self.max_context)
@@ -360,11 +384,13 @@ class LoadedModel:
             raise ConfigError(f"max_tokens must be at least 1, found {max_tokens}")
         end_tokens = frozenset() if ignore_eos else self.end_tokens
         pieces = _NoText() if self._text is None else TextStream(self._text.tokenizer, stop)
-        request = Request(ids, visuals, max_tokens, end_tokens, sampling)
+        request = Request(ids, visuals, max_tokens, end_tokens, sampling, grammar)
         return generate(self._inference, request, self.max_context, pieces)
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles every step that a request can need; `progress` hears how many of how many are done."""
+        if self._text is not None and self.end_tokens:
+            _ = self._grammars
         state = start_sampling([(SamplingParams(), np.zeros(1, np.int32))], self.config.text.vocab)
         self._inference.compile(self.max_context, self.max_image_tokens, state, progress)
 

@@ -1,4 +1,5 @@
-"""From logits to a token, inside jit: penalties, bias, temperature, top-k, min-p, top-p and a seeded draw per row.
+"""From logits to a token, inside jit: penalties, bias, constraint, temperature, top-k, min-p, top-p and a seeded draw
+per row.
 
 Every row of a batch has its own parameters, counts and random stream, so what it draws depends on nothing but its own
 logits, parameters and seed.
@@ -20,6 +21,7 @@ from models.errors import ConfigError
 
 MAX_TOP_LOGPROBS = 20
 ONE_AS_BITS = 0x3F800000  # the bit pattern of float32 1.0
+ALL_TOKENS = np.uint32(0xFFFFFFFF)  # a word of a constraint that lets its 32 tokens through
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,9 @@ def _check(name: str, value: float | int, in_range: bool, wanted: str) -> None:
 class SamplingState:
     """The parameters of every row and what it has seen. `key` is the seed as a raw threefry key `[batch, 2]`, `step`
     counts the row's draws, `counts` the tokens of its answer, `in_prompt` marks those of its prompt; `adjusted` tells
-    whether penalties or a bias change its logits at all."""
+    whether penalties or a bias change its logits at all. `allowed` has a bit for every token that a constraint lets
+    through, token `i` in bit `i % 32` of word `i // 32`; in a row without a constraint all are set. The host puts it in
+    before each step."""
 
     temperature: Float[Array, " batch"]
     top_p: Float[Array, " batch"]
@@ -87,6 +91,7 @@ class SamplingState:
     bias: Float[Array, "batch vocab"]
     in_prompt: Bool[Array, "batch vocab"]
     counts: Int[Array, "batch vocab"]
+    allowed: UInt[Array, "batch words"]
     key: UInt[Array, "batch 2"]
     step: Int[Array, " batch"]
 
@@ -95,7 +100,8 @@ class SamplingState:
 @dataclass(frozen=True)
 class Sampled:
     """The chosen token of every row, its log-probability, the margin between the two largest logits, and the best
-    tokens with their log-probabilities. All but `token` describe the model's own logits, before penalties and bias."""
+    tokens with their log-probabilities. All but `token` describe the model's own logits, before penalties, bias and
+    constraint."""
 
     token: Int[Array, " batch"]
     logprob: Float[Array, " batch"]
@@ -123,6 +129,7 @@ def start_sampling(rows: Sequence[tuple[SamplingParams, np.ndarray]], vocab: int
         bias=np.stack([_dense_bias(params.logit_bias, vocab) for params, _ in rows]),
         in_prompt=np.stack([np.bincount(prompt, minlength=vocab) > 0 for _, prompt in rows]),
         counts=np.zeros((len(rows), vocab), np.int32),
+        allowed=np.full((len(rows), -(-vocab // 32)), ALL_TOKENS, np.uint32),
         key=np.stack([_raw_key(params.seed) for params, _ in rows]),
         step=np.zeros(len(rows), np.int32),
     )
@@ -150,7 +157,8 @@ def _raw_key(seed: int | None) -> np.ndarray:
 def sample(logits: Float[Array, "batch vocab"], state: SamplingState) -> tuple[Sampled, SamplingState]:
     """Chooses the next token of every row and counts it."""
     first = _first_largest(logits)
-    usual = (state.temperature == 0) & ~state.adjusted
+    unconstrained = jnp.all(state.allowed == ALL_TOKENS, axis=-1)
+    usual = (state.temperature == 0) & ~state.adjusted & unconstrained
     token = jax.lax.cond(jnp.all(usual), lambda: first, lambda: _choose(logits, state))
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
     counted = replace(state, counts=state.counts.at[rows, token].add(1), step=state.step + 1)
@@ -158,8 +166,8 @@ def sample(logits: Float[Array, "batch vocab"], state: SamplingState) -> tuple[S
 
 
 def _choose(logits: Float[Array, "batch vocab"], state: SamplingState) -> Int[Array, " batch"]:
-    """The next token of every row, after penalties and bias."""
-    adjusted = _penalise(logits, state)
+    """The next token of every row, after penalties, bias and constraint."""
+    adjusted = jnp.where(_allowed_tokens(state, logits.shape[-1]), _penalise(logits, state), -jnp.inf)
     drawing = state.temperature > 0
     greedy = _first_largest(adjusted)
     return jax.lax.cond(jnp.any(drawing), lambda: jnp.where(drawing, _draw(adjusted, state), greedy), lambda: greedy)
@@ -173,6 +181,13 @@ def _penalise(logits: Float[Array, "batch vocab"], state: SamplingState) -> Floa
     logits = logits - state.frequency_penalty[:, None] * counts
     logits = logits - state.presence_penalty[:, None] * (state.counts > 0).astype(jnp.float32)
     return logits + state.bias
+
+
+def _allowed_tokens(state: SamplingState, vocab: int) -> Bool[Array, "batch vocab"]:
+    """The constraints, a boolean per token."""
+    bits = jnp.arange(32, dtype=jnp.uint32)[None, None]
+    unpacked = (state.allowed[:, :, None] >> bits) & jnp.uint32(1)
+    return unpacked.reshape(len(state.allowed), -1)[:, :vocab] == 1
 
 
 def _draw(logits: Float[Array, "batch vocab"], state: SamplingState) -> Int[Array, " batch"]:

@@ -206,7 +206,9 @@ class Engine:
         """The same for one choice."""
         if job.cancelled:
             return None
-        items = self.model.stream(work.prompt, max_tokens=work.max_tokens, stop=work.stop, sampling=work.sampling)
+        items = self.model.stream(
+            work.prompt, max_tokens=work.max_tokens, stop=work.stop, sampling=work.sampling, grammar=work.grammar
+        )
         for item in items:
             if job.cancelled:
                 return None

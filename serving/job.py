@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from models import Prompt, SamplingParams, Step
+from models.grammar import Grammar
 from serving.errors import ApiError
 
 
@@ -21,6 +22,7 @@ class Work:
     max_tokens: int
     stop: tuple[str, ...]
     sampling: SamplingParams
+    grammar: Grammar | None = None
 
 
 @dataclass

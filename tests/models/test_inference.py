@@ -1,5 +1,7 @@
 """Chunked prefill, decoding and the buckets they run in."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -7,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.generation import Request, Step, generate
+from models.grammar import GrammarCompiler, json_rule
 from models.inference import CHUNKS, VisualFeatures, capacities, capacity_for, plan_chunks
 from models.positions import rope_positions
 from models.sampling import SamplingParams, start_sampling
 from models.switches import Switches
 
 from .conftest import IMAGE
+from .vocabularies import small_tokenizer
 
 
 @given(st.integers(1, 5000))
@@ -51,8 +55,8 @@ def picture_prompt(length: int, seed: int = 1):
     return ids, [(random.standard_normal((24, 1536)).astype(np.float32), (1, 4, 6))]
 
 
-def run(inference, ids, visuals, tokens=20, sampling=None, context=1024):
-    request = Request(ids, visuals, tokens, frozenset(), sampling or SamplingParams())
+def run(inference, ids, visuals, tokens=20, sampling=None, context=1024, grammar=None):
+    request = Request(ids, visuals, tokens, frozenset(), sampling or SamplingParams(), grammar)
     return [item for item in generate(inference, request, context, Silent()) if isinstance(item, Step)]
 
 
@@ -103,7 +107,11 @@ def test_repeated_requests_are_independent(vl_inference):
 
 
 def test_after_warm_up_nothing_compiles(vl_inference):
-    """200 prompt lengths, 10 picture sizes, greedy and sampled, with answers that outgrow the cache."""
+    """200 prompt lengths, 10 picture sizes, greedy and sampled, with and without a grammar, with answers that outgrow
+    the cache."""
+    tokenizer = small_tokenizer()
+    compiler = GrammarCompiler(tokenizer, 300, {tokenizer.added[0].token_id})
+    grammars = [None, compiler.compile(f"start: {json_rule({'type': 'string'})}")]
     state = start_sampling([(SamplingParams(), np.zeros(1, np.int32))], 300)
     vl_inference.compile(512, 100, state, None)
     compiled = []
@@ -116,7 +124,7 @@ def test_after_warm_up_nothing_compiles(vl_inference):
     try:
         for length in range(1, 201):
             sampling = SamplingParams(temperature=length % 2, top_p=0.9, top_logprobs=length % 3, seed=length)
-            run(vl_inference, np.arange(length, dtype=np.int32) % 250, [], 2, sampling, 512)
+            run(vl_inference, np.arange(length, dtype=np.int32) % 250, [], 2, sampling, 512, grammars[length // 2 % 2])
         for width in range(1, 11):
             grid = (1, 4, 2 * width)
             ids = np.full(2 * width + 230, IMAGE, np.int32)
@@ -126,3 +134,19 @@ def test_after_warm_up_nothing_compiles(vl_inference):
     finally:
         jax.monitoring.clear_event_listeners()
     assert compiled == []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_an_answer_follows_its_grammar_and_then_ends(vl_inference, temperature):
+    """Random weights would never write JSON."""
+    tokenizer = small_tokenizer()
+    end = tokenizer.added[0].token_id
+    schema = {"type": "array", "items": {"enum": ["red", "blue"]}, "minItems": 3, "maxItems": 3}
+    grammar = GrammarCompiler(tokenizer, 300, {end}).compile(f"start: {json_rule(schema)}")
+    for seed in range(3):
+        sampling = SamplingParams(temperature=temperature, seed=seed)
+        request = Request(np.arange(9, dtype=np.int32), [], 99, frozenset({end}), sampling, grammar)
+        steps = [item for item in generate(vl_inference, request, 512, Silent()) if isinstance(item, Step)]
+        written = json.loads(tokenizer.decode([step.token_id for step in steps[:-1]]))
+        assert (len(written), set(written) - {"red", "blue"}) == (3, set())
+        assert (steps[-1].token_id, steps[-1].finish_reason) == (end, "stop")

@@ -14,6 +14,7 @@ from typing import Any
 from models import PrefillProgress, Prompt, SamplingParams, Step
 from models.chat_template import default_chat_template
 from models.generation import check_room
+from models.grammar import Grammar, GrammarCompiler
 from models.images import ImageProcessor
 from models.prompt import IMAGE_PAD, VIDEO_PAD, VISION_END, VISION_START, PromptBuilder
 from models.sampling import check_bias
@@ -87,6 +88,7 @@ class ScriptedModel:
         config = SimpleNamespace(vision=SimpleNamespace(merge=2))
         processor = ImageProcessor.from_folder(None, max_image_tokens=64)
         self._prompts = PromptBuilder(self.tokenizer, default_chat_template(), processor, config)
+        self._grammars = GrammarCompiler(self.tokenizer, VOCAB, {END})
         self._answers: dict[bytes, bytes] = {}
 
     def prompt(self, messages: list[dict[str, Any]], **settings: Any) -> Prompt:
@@ -108,20 +110,37 @@ class ScriptedModel:
     def check_sampling(self, sampling: SamplingParams) -> None:
         check_bias(sampling.logit_bias, VOCAB)
 
+    def compile_grammar(self, grammar: str) -> Grammar:
+        return self._grammars.compile(grammar)
+
     def stream(
-        self, prompt: Prompt, *, max_tokens: int, stop: tuple[str, ...], sampling: SamplingParams
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int,
+        stop: tuple[str, ...],
+        sampling: SamplingParams,
+        grammar: Grammar | None = None,
     ) -> Iterator[PrefillProgress | Step]:
         self.threads.add(threading.get_ident())
         self.sampling.append(sampling)
-        return self._items(prompt, max_tokens, TextStream(self.tokenizer, stop), sampling)
+        return self._items(
+            self._tokens(prompt, sampling, grammar), max_tokens, TextStream(self.tokenizer, stop), sampling
+        )
 
-    def _items(self, prompt: Prompt, max_tokens: int, pieces: TextStream, sampling: SamplingParams) -> Iterator[Any]:
+    def _tokens(self, prompt: Prompt, sampling: SamplingParams, grammar: Grammar | None) -> Iterator[int]:
+        """The answer as it is scripted, whatever the grammar says."""
+        yield from [*self._answer(prompt), END]
+
+    def _items(
+        self, tokens: Iterator[int], max_tokens: int, pieces: TextStream, sampling: SamplingParams
+    ) -> Iterator[Any]:
         ended = False
         try:
             for chunk in range(self.chunks):
                 self._work(0)
                 yield PrefillProgress(chunk + 1, self.chunks)
-            for number, token in enumerate([*self._answer(prompt), END], start=1):
+            for number, token in enumerate(tokens, start=1):
                 self._work(number)
                 self.steps += 1
                 step = self._step(token, pieces, number >= max_tokens, sampling)
