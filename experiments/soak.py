@@ -113,7 +113,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     made.add_argument("--quick", action="store_true", help="check in about half a minute that everything works")
     made.add_argument("--out", type=Path, default=ROOT / "results" / "soak")
     if "--quick" in arguments:
-        made.set_defaults(minutes=0.2, clients=12, repeats=1, out=Path(tempfile.mkdtemp(prefix="soak_")))
+        made.set_defaults(minutes=0.1, clients=12, repeats=1, out=Path(tempfile.mkdtemp(prefix="soak_")))
     return made.parse_args(arguments)
 
 

@@ -22,7 +22,7 @@ from experiments.server_process import Server
 from experiments.tiny_pictures import picture_tasks
 from experiments.tiny_tasks import REPEAT_EN, code_word, user
 
-LIMIT_SECONDS = 3  # the server's for slow clients, so that a stall is over soon
+LIMIT_SECONDS = 2  # the server's for slow clients, so that a stall is over soon
 MOST_BODY_BYTES = 2**20
 SERVER_ARGUMENTS = ("--header-timeout", "--body-timeout", "--stall-timeout")
 PATIENCE = 60  # seconds after which what has not ended is lost; a stall must be cut off much earlier

@@ -16,6 +16,7 @@ from models.generation import check_room
 from models.tokenizer import Tokenizer
 from serving import reasoning, replies, tool_calls
 from serving.answer import Answer
+from serving.answer_grammar import compile_answer_grammar
 from serving.chat_request import ChatRequest
 from serving.engine import Engine
 from serving.errors import bad_request
@@ -130,10 +131,10 @@ def _answer(request: ChatRequest, prepared: Prepared) -> Answer:
 
 
 def prepare(model: LoadedModel, request: ChatRequest) -> Prepared:
-    """What to run for a request. Takes time: pictures are decoded.
+    """What to run for a request. Takes time: pictures are decoded, schemas compiled.
 
     Raises:
-        ApiError: 400 for a conversation or picture that cannot be used, or a prompt longer than the context.
+        ApiError: 400 for a conversation, picture or schema that cannot be used, or a prompt longer than the context.
     """
     sampling = request.sampling(model.default_sampling)
     try:
@@ -154,7 +155,8 @@ def prepare(model: LoadedModel, request: ChatRequest) -> Prepared:
         raise bad_request(str(error), "messages") from None
     room = model.max_context - len(prompt.token_ids)
     limit = min(request.limit or room, room)
-    work = [Work(prompt, limit, request.stops, seeded(sampling, index)) for index in range(request.n or 1)]
+    grammar = compile_answer_grammar(model, request, in_reasoning=in_reasoning)
+    work = [Work(prompt, limit, request.stops, seeded(sampling, index), grammar) for index in range(request.n or 1)]
     matched = _matched(request.context_tokens, prompt)
     return Prepared(work, in_reasoning, _last_user_tokens(model.tokenizer, messages), matched)
 

@@ -42,6 +42,22 @@ class ChatStreamOptions(StreamOptions):
     include_tokens: bool | None = None
 
 
+class AnswerSchema(Strict):
+    """A JSON Schema for the answer. Whether it is `strict` or not, the answer is held to it."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """What the answer has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: AnswerSchema | None = None
+
+
 class ChatRequest(GenerationRequest):
     """A valid request. None means that the client did not say."""
 
@@ -54,7 +70,7 @@ class ChatRequest(GenerationRequest):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     context_mode: Annotated[str, AfterValidator(_known_mode)] | None = None
@@ -100,6 +116,14 @@ class ChatRequest(GenerationRequest):
         return [] if self.tool_choice == "none" else [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
 
     @property
+    def answer_schema(self) -> dict[str, Any] | None:
+        """The JSON Schema of the answer; None if it may be any text."""
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        return wanted.json_schema.schema_ if wanted.type == "json_schema" else {"type": "object"}
+
+    @property
     def opening(self) -> str:
         """The beginning of the call that the client demands; empty if it demands none."""
         return opening_of(self.tool_choice, self.tools or [])
@@ -140,7 +164,14 @@ def _check_supported(request: ChatRequest) -> None:
     reserved = TEMPLATE_NAMES & set(request.chat_template_kwargs or ())
     if reserved:
         raise bad_request(f"'chat_template_kwargs' may not set {sorted(reserved)}", "chat_template_kwargs")
-    if request.response_format is not None and request.response_format.get("type") != "text":
-        raise bad_request("'response_format' may only be {'type': 'text'}", "response_format")
+    _check_response_format(request)
     if request.top_logprobs and not request.logprobs:
         raise bad_request("'top_logprobs' needs 'logprobs': true", "top_logprobs")
+
+
+def _check_response_format(request: ChatRequest) -> None:
+    wanted = request.response_format
+    if wanted is not None and wanted.type == "json_schema" and wanted.json_schema is None:
+        raise bad_request("'response_format.json_schema' is required", "response_format.json_schema")
+    if request.answer_schema is not None and request.continue_final_message:
+        raise bad_request("'response_format': an answer that the client has begun may not be JSON", "response_format")

@@ -12,6 +12,9 @@ from serving.json_body import DEEPEST_NESTING, Strict, deeper_than
 from serving.tool_calls import OPEN
 
 MOST_TOOLS = 128
+# A call, as Qwen's templates ask for it, is these around a name and an object, then the closing tag.
+BEFORE_NAME, AFTER_NAME, END = f'{OPEN}\n{{"name": "', '", "arguments":', "}\n"
+BETWEEN = "\n"  # calls
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,64}$")]
 
 
@@ -22,6 +25,7 @@ class Function(Strict):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(Strict):
@@ -70,8 +74,7 @@ def check_tools(tools: list[Tool]) -> None:
 def opening_of(choice: Any, tools: list[Tool]) -> str:
     """The beginning of the call that `tool_choice` demands; empty if it demands none.
 
-    The prompt ends with it, so that the model can only go on with the call. That the rest is a valid call, it cannot
-    enforce.
+    The prompt ends with it, so that the model can only go on with the call.
 
     Raises:
         ApiError: 400 for a choice that does not exist.
@@ -82,12 +85,18 @@ def opening_of(choice: Any, tools: list[Tool]) -> str:
     if choice == "required":
         if not tools:
             raise bad_request("'tool_choice': a call is required, but there are no 'tools'", "tool_choice")
-        return f'{OPEN}\n{{"name": "'
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
+        return BEFORE_NAME
+    name = named_of(choice)
+    if name is None:
         known = "'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}"
         raise bad_request(f"'tool_choice' should be {known}, found {choice!r:.80}", "tool_choice")
     if name not in names:
         raise bad_request(f"'tool_choice' names {name!r:.80}, which is not among the 'tools'", "tool_choice")
-    return f'{OPEN}\n{{"name": "{name}", "arguments":'
+    return BEFORE_NAME + name + AFTER_NAME
+
+
+def named_of(choice: Any) -> str | None:
+    """The name of the function that `tool_choice` names; None if it has another form."""
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None

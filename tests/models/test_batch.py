@@ -11,6 +11,7 @@ from PIL import Image, ImageDraw
 import models
 from models import Batch, BatchLimits, LoadedModel, Request, SamplingParams, Step
 from models.errors import PromptError
+from models.grammar import json_rule
 
 QUESTIONS = (
     "Count from 1 to 8",
@@ -34,8 +35,9 @@ def picture(seed: int) -> Image.Image:
 
 def mixed_requests(model: LoadedModel, count: int, *, pictures: bool) -> list[dict]:
     """Keyword arguments of requests of all kinds: texts of different lengths, pictures, greedy and sampled, penalties,
-    log-probabilities, stop strings, long and short answers."""
+    log-probabilities, stop strings, grammars, long and short answers."""
     draw, made = random.Random(5), []
+    grammar = model.compile_grammar(f"start: {json_rule({'type': 'array', 'items': {'type': 'integer'}})}")
     for index in range(count):
         content = [{"type": "text", "text": " ".join(draw.choices(QUESTIONS, k=draw.choice((1, 1, 2, 12))))}]
         if pictures and index % 3 == 0:
@@ -52,8 +54,15 @@ def mixed_requests(model: LoadedModel, count: int, *, pictures: bool) -> list[di
             top_logprobs=draw.choice((0, 3)),
         )
         prompt = model.prompt(messages)
-        stop = draw.choice(((), ("7",)))
-        made.append({"prompt": prompt, "max_tokens": draw.choice((1, 5, 25)), "stop": stop, "sampling": sampling})
+        made.append(
+            {
+                "prompt": prompt,
+                "max_tokens": draw.choice((1, 5, 25)),
+                "stop": draw.choice(((), ("7",))),
+                "sampling": sampling,
+                "grammar": grammar if index % 5 == 2 else None,
+            }
+        )
     return made
 
 

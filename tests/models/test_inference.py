@@ -1,5 +1,7 @@
 """Chunked prefill, decoding and the buckets they run in."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 
 from models.batch import Batch, BatchLimits
 from models.generation import Request, Step
+from models.grammar import GrammarCompiler, json_rule
 from models.images import VisionInput
 from models.inference import CHUNKS, VisualFeatures, capacity_for, plan_chunks, row_buckets
 from models.positions import rope_positions
@@ -15,6 +18,7 @@ from models.sampling import SamplingParams
 from models.switches import Switches
 
 from .conftest import IMAGE
+from .vocabularies import small_tokenizer
 
 
 @given(st.integers(1, 5000), st.integers(0, 5000), st.sampled_from(CHUNKS))
@@ -56,9 +60,11 @@ def picture_prompt(length: int, seed: int = 1):
     return ids, [VisionInput(random.standard_normal((24, 1536)).astype(np.float32), (1, 4, 6), "image")]
 
 
-def run(inference, ids, visuals, tokens=20, sampling=None, context=1024, end_tokens=frozenset()):
+def run(
+    inference, ids, visuals, tokens=20, sampling=None, context=1024, end_tokens=frozenset(), grammar=None
+) -> list[Step]:
     batch = Batch(inference, context, BatchLimits())
-    batch.join(Request(ids, visuals, tokens, end_tokens, sampling or SamplingParams(), Silent()))
+    batch.join(Request(ids, visuals, tokens, end_tokens, sampling or SamplingParams(), Silent(), grammar))
     steps = []
     while batch.running:
         steps += [item for _, item in batch.step() if isinstance(item, Step)]
@@ -111,7 +117,10 @@ def test_repeated_requests_are_independent(vl_inference):
 
 
 def test_after_warm_up_nothing_compiles(vl_inference):
-    """200 prompt lengths, 10 picture sizes, greedy and sampled."""
+    """200 prompt lengths, 10 picture sizes, greedy and sampled, with and without a grammar."""
+    tokenizer = small_tokenizer()
+    compiler = GrammarCompiler(tokenizer, 300, {tokenizer.added[0].token_id})
+    grammars = [None, compiler.compile(f"start: {json_rule({'type': 'string'})}")]
     vl_inference.compile(512, 100)
     compiled = []
 
@@ -123,7 +132,8 @@ def test_after_warm_up_nothing_compiles(vl_inference):
     try:
         for length in range(1, 201):
             sampling = SamplingParams(temperature=length % 2, top_p=0.9, top_logprobs=length % 3, seed=length)
-            run(vl_inference, np.arange(length, dtype=np.int32) % 250, [], 2, sampling, 512)
+            ids, grammar = np.arange(length, dtype=np.int32) % 250, grammars[length // 2 % 2]
+            run(vl_inference, ids, [], 2, sampling, 512, grammar=grammar)
         for width in range(1, 11):
             grid = (1, 4, 2 * width)
             ids = np.full(2 * width + 230, IMAGE, np.int32)
@@ -133,3 +143,19 @@ def test_after_warm_up_nothing_compiles(vl_inference):
     finally:
         jax.monitoring.clear_event_listeners()
     assert compiled == []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_an_answer_follows_its_grammar_and_then_ends(vl_inference, temperature):
+    """Random weights would never write JSON."""
+    tokenizer = small_tokenizer()
+    end = tokenizer.added[0].token_id
+    schema = {"type": "array", "items": {"enum": ["red", "blue"]}, "minItems": 3, "maxItems": 3}
+    grammar = GrammarCompiler(tokenizer, 300, {end}).compile(f"start: {json_rule(schema)}")
+    for seed in range(3):
+        sampling = SamplingParams(temperature=temperature, seed=seed)
+        ids = np.arange(9, dtype=np.int32)
+        steps = run(vl_inference, ids, [], 99, sampling, 512, frozenset({end}), grammar)
+        written = json.loads(tokenizer.decode([step.token_id for step in steps[:-1]]))
+        assert (len(written), set(written) - {"red", "blue"}) == (3, set())
+        assert (steps[-1].token_id, steps[-1].finish_reason) == (end, "stop")

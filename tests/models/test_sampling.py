@@ -116,6 +116,43 @@ def test_same_seed_same_draws_whatever_the_neighbours(logits):
     assert len(set(alone[:, 0].tolist())) > 3
 
 
+MIXED = [SamplingParams(), SamplingParams(temperature=1.0, top_p=0.9, seed=7)] * 2
+
+
+def test_a_constraint_leaves_its_tokens_to_choose_from_and_other_rows_alone(logits):
+    """Greedy and drawn, with and without constraint in one batch; token 49 is in the last, unfilled word."""
+    mine = [1, 33, 49]
+    rows = np.repeat(logits, 4, axis=0)
+    tokens, sampled = draw(rows, *MIXED, allowed=[mine, mine, None, None], steps=40)
+    free, unconstrained = draw(rows, *MIXED, steps=40)
+    assert set(tokens[:, 0].tolist()) == {mine[int(np.argmax(logits[0, mine]))]}
+    assert len(set(tokens[:, 1].tolist())) > 1
+    assert set(tokens[:, 1].tolist()) <= set(mine)
+    assert tokens[:, 2:].tolist() == free[:, 2:].tolist()
+    own = logits[0] - np.log(np.exp(logits[0]).sum())
+    np.testing.assert_allclose(sampled.logprob, own[tokens[-1]], atol=1e-5)
+    assert sampled.margin.tolist() == unconstrained.margin.tolist(), "they tell of the model's own distribution"
+
+
+def test_what_a_constraint_leaves_is_drawn_in_proportion(logits):
+    mine = [3, 32, 40]
+    rows = [SamplingParams(temperature=1.0, seed=seed) for seed in range(3000)]
+    tokens, _ = draw(np.repeat(logits, 3000, axis=0), *rows, allowed=[mine] * 3000)
+    shares = np.exp(logits[0, mine])
+    frequency = np.bincount(tokens[0], minlength=VOCAB)[mine] / 3000
+    np.testing.assert_allclose(frequency, shares / shares.sum(), atol=0.03)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"temperature": 2.0, "top_k": 5, "top_p": 0.1, "min_p": 1.0}, {"logit_bias": {9: -100.0, 8: 100.0}}],
+)
+def test_the_only_token_that_is_allowed_is_taken_however_unlikely(params):
+    logits = np.zeros((1, VOCAB))
+    logits[0, 9] = -1e30
+    assert draw(logits, SamplingParams(seed=1, **params), allowed=[[9]])[0].tolist() == [[9]]
+
+
 def test_without_a_seed_draws_differ(logits):
     first, second = (draw(logits, SamplingParams(temperature=1.0), steps=30)[0].tolist() for _ in range(2))
     assert first != second

@@ -101,7 +101,7 @@ def test_messages_must_be_there():
         ("tools", [[{"type": "function"}], "x", [{"type": "search"}], [tool("now"), tool("now")], [tool("a b")]]),
         ("tool_choice", ["required", "x", 5, {}, {"type": "function", "function": {"name": "now"}}]),
         ("parallel_tool_calls", [1]),
-        ("response_format", [{"type": "json_object"}, "json"]),
+        ("response_format", [{"type": "json"}, {"type": "json_schema"}, {}, "json"]),
         ("stream_options", [5]),
         ("model", [5]),
         (

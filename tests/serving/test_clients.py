@@ -113,7 +113,7 @@ async def test_openai_closing_a_stream_frees_the_engine(server, client):
         ({"temperature": 3}, openai.BadRequestError),
         ({"model": "gpt-4"}, openai.NotFoundError),
         ({"tool_choice": "required"}, openai.BadRequestError),
-        ({"response_format": {"type": "json_object"}}, openai.BadRequestError),
+        ({"response_format": "json"}, openai.BadRequestError),
         ({"n": 9}, openai.BadRequestError),
     ],
 )
