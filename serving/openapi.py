@@ -47,7 +47,7 @@ def document(settings: Settings) -> Schema:
                 "key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
             },
         },
-        "security": KEYS if settings.api_key else [],
+        "security": KEYS if settings.api_keys else [],
     }
 
 
@@ -212,7 +212,12 @@ def _chat_answers() -> Schema:
             choices=_list(choice),
             usage=_ref("Usage"),
         ),
-        "Usage": _object(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT),
+        "Usage": _object(
+            prompt_tokens=COUNT,
+            completion_tokens=COUNT,
+            total_tokens=COUNT,
+            prompt_tokens_details=_object(cached_tokens=COUNT),
+        ),
     }
 
 
@@ -255,7 +260,13 @@ def _other_answers() -> Schema:
         "Error": _object(error=error),
         "AnthropicError": _object(type=_one_of("error"), error=error, request_id=_or_null(TEXT)),
         "Models": _object(object=_one_of("list"), data=_list(model)),
-        "Health": _object(status=STATES, model=TEXT, busy={"type": "boolean"}, **dict.fromkeys(numbers, COUNT)),
+        "Health": _object(
+            status=STATES,
+            model=TEXT,
+            busy={"type": "boolean"},
+            **dict.fromkeys(numbers, COUNT),
+            slots=_object(total=COUNT, running=COUNT, kept_tokens=COUNT),
+        ),
         "Status": _object(
             status=STATES,
             problem=_or_null(TEXT),
