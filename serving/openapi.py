@@ -21,7 +21,7 @@ Schema = dict[str, Any]
 ERRORS = {
     400: "The request is not valid; `param` names the field.",
     401: "The server has an API key, and the request does not.",
-    403: "Without an API key, this is only for programs on the server's own machine.",
+    403: "Without an API key: the name of the server is not one of its own, or only programs on its machine may ask.",
     404: "The model is not served here.",
     408: "The body took too long.",
     413: "The body is too large.",
@@ -76,11 +76,14 @@ def _paths() -> Schema:
         "/health": {
             "get": _operation("Whether requests are taken, and what is under way", _json("Health"), ())
             | {"security": []}
-            | {"responses": {code: _answer(text, _json("Health")) for code, text in HEALTH.items()}}
+            | {
+                "responses": {code: _answer(text, _json("Health")) for code, text in HEALTH.items()}
+                | {"403": _error(403, "Error")}
+            }
         },
         "/metrics": {"get": _operation("What happens inside, for Prometheus", _plain("text/plain"), (401,))},
-        "/admin/status": {"get": _operation("What the server is and does", _json("Status"), (401, 403))},
-        "/admin/shutdown": {"post": _operation("Does what SIGTERM does", _json("Shutdown"), (401, 403), success="202")},
+        "/admin/status": {"get": _operation("What the server is and does", _json("Status"), (401,))},
+        "/admin/shutdown": {"post": _operation("Does what SIGTERM does", _json("Shutdown"), (401,), success="202")},
         "/openapi.json": {"get": _operation("This document", _json("Document"), (401,))},
         "/": {"get": _operation("A chat page for people", _plain("text/html"), ()) | {"security": []}},
     }
@@ -93,7 +96,8 @@ def _operation(
     summary: str, content: Schema, errors: tuple[int, ...], *, success: str = "200", error: str = "Error"
 ) -> Schema:
     responses = {success: _answer("As asked.", content)}
-    return {"summary": summary, "responses": responses | {str(code): _error(code, error) for code in errors}}
+    refusals = {str(code): _error(code, error) for code in sorted({*errors, 403})}
+    return {"summary": summary, "responses": responses | refusals}
 
 
 def _text(summary: str, request: str, answer: str, error: str = "Error") -> Schema:
