@@ -3,6 +3,7 @@
 
 const DEEPEST = 6;
 const LONGEST_LABEL = 1000;
+const LONGEST_MARK = 16;
 const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])(?: +|$)/;
 const FENCE = /^( {0,3})(`{3,}|~{3,})([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6}) +(.*)$/;
@@ -21,15 +22,20 @@ function blocksOf(lines, depth) {
       at += 1;
       continue;
     }
-    const { block, end } = readers(depth).map((read) => read(lines, at, depth)).find(Boolean) ?? paragraph(lines, at, depth);
+    const { block, end } = blockAt(lines, at, depth);
     blocks.push(block);
     at = end;
   }
   return blocks;
 }
 
-function readers(depth) {
-  return depth < DEEPEST ? [fence, heading, rule, quote, list, table] : [fence, heading, rule];
+function blockAt(lines, at, depth) {
+  const readers = depth < DEEPEST ? [fence, heading, rule, quote, list, table] : [fence, heading, rule];
+  for (const read of readers) {
+    const found = read(lines, at, depth);
+    if (found) return found;
+  }
+  return paragraph(lines, at);
 }
 
 function fence(lines, at) {
@@ -104,14 +110,19 @@ function startsBlock(lines, at) {
   return [FENCE, HEADING, QUOTE, ITEM].some((pattern) => pattern.test(lines[at])) || rule(lines, at) !== null;
 }
 
-function table(lines, at) {
-  if (at + 1 >= lines.length || !lines[at].includes("|") || !lines[at + 1].includes("-")) return null;
-  const head = cells(lines[at]);
+function startsTable(lines, at) {
+  if (at + 1 >= lines.length || !lines[at].includes("|") || !lines[at + 1].includes("-")) return false;
   const marks = cells(lines[at + 1]);
-  if (marks.length !== head.length || !marks.every((mark) => /^:?-+:?$/.test(mark))) return null;
+  return marks.length === cells(lines[at]).length && marks.every((mark) => /^:?-+:?$/.test(mark));
+}
+
+/** A table. Its rows have no more cells than its head; they may have fewer. */
+function table(lines, at) {
+  if (!startsTable(lines, at)) return null;
+  const [head, marks] = [cells(lines[at]), cells(lines[at + 1])];
   let end = at + 2;
   while (end < lines.length && lines[end].includes("|")) end += 1;
-  const rows = lines.slice(at + 2, end).map((line) => head.map((_, index) => cells(line)[index] ?? ""));
+  const rows = lines.slice(at + 2, end).map((line) => cells(line).slice(0, head.length));
   const align = marks.map((mark) => (mark.endsWith(":") ? (mark.startsWith(":") ? "center" : "right") : "left"));
   return { block: { kind: "table", head, align, rows }, end };
 }
@@ -123,13 +134,14 @@ function cells(line) {
 
 function paragraph(lines, at) {
   let end = at + 1;
-  while (end < lines.length && lines[end].trim() !== "" && !startsBlock(lines, end) && !table(lines, end)) end += 1;
+  while (end < lines.length && lines[end].trim() !== "" && !startsBlock(lines, end) && !startsTable(lines, end)) end += 1;
   return { block: { kind: "paragraph", text: lines.slice(at, end).join("\n").trim() }, end };
 }
 
 /** Searches that only ever move forward: a place found, or not found, is not searched for again. */
 class Search {
   #known = new Map();
+  #target = { close: -1, found: null };
 
   constructor(text) {
     this.text = text;
@@ -143,6 +155,16 @@ class Search {
     while (place !== -1 && !accepts(place)) place = this.text.indexOf(needle, place + 1);
     this.#known.set(needle, { from, place });
     return place;
+  }
+
+  /** The address of the link whose text ends at `close`, and where the link ends; null if it is none. */
+  target(close) {
+    if (this.#target.close === close) return this.#target.found;
+    const pattern = /[ \n]{0,9}<?([^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)*)>?(?:[ \n]{1,9}"[^"\n]*")?[ \n]{0,9}\)/y;
+    pattern.lastIndex = close + 2;
+    const match = pattern.exec(this.text.slice(0, close + 2 + LONGEST_LABEL));
+    this.#target = { close, found: match && { address: match[1], end: pattern.lastIndex } };
+    return this.#target.found;
   }
 }
 
@@ -202,6 +224,7 @@ function run(text, at) {
 function code(text, at, search) {
   const mark = run(text, at);
   const start = at + mark.length;
+  if (mark.length > LONGEST_MARK) return { node: mark, end: start };
   const end = search.next(mark, start, (place) => text[place + mark.length] !== "`" && text[place - 1] !== "`");
   if (end <= start) return { node: mark, end: start };
   return { node: { kind: "code", text: text.slice(start, end).replaceAll("\n", " ") }, end: end + mark.length };
@@ -230,13 +253,11 @@ function emphasis(text, at, depth, search) {
 function link(text, at, depth, search, kind) {
   const close = search.next("](", at + 1);
   if (close === -1 || close - at > LONGEST_LABEL || depth >= DEEPEST) return null;
-  const target = /\s*<?([^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)*)>?(?:\s+"[^"\n]*")?\s*\)/y;
-  target.lastIndex = close + 2;
-  const found = target.exec(text.slice(0, close + 2 + LONGEST_LABEL));
-  if (!found) return null;
+  const target = search.target(close);
+  if (!target) return null;
   const label = text.slice(at + 1, close);
   const children = kind === "picture" ? [`picture: ${label}`] : parseInline(label, depth + 1);
-  return { node: linked(found[1], children), end: target.lastIndex };
+  return { node: linked(target.address, children), end: target.end };
 }
 
 function address(text, at) {

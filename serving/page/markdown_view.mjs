@@ -64,7 +64,7 @@ function codeBlock({ language, text }) {
 export function copyButton(text, label) {
   if (!navigator.clipboard) return null;
   const copy = async () => {
-    await navigator.clipboard.writeText(typeof text === "function" ? text() : text);
+    await navigator.clipboard.writeText(text);
     announce("Copied");
     button.textContent = "Copied";
     setTimeout(() => (button.textContent = "Copy"), 1500);

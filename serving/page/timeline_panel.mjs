@@ -34,11 +34,6 @@ export function showTimeline(timeline) {
   redraw();
 }
 
-/** The timeline that is shown. */
-export function shownTimeline() {
-  return current;
-}
-
 /** Redraws a growing timeline, not more often than can be seen. */
 export function redrawSoon() {
   due ??= setTimeout(redraw, REDRAW_MS);

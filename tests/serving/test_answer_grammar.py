@@ -7,12 +7,11 @@ import random
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-import httpx
 import numpy as np
 import openai
 import pytest
 from jsonschema_rs import is_valid
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from models import Prompt, SamplingParams
 from models.chat_template import ChatTemplate
@@ -44,6 +43,7 @@ def contrary(script: str = ""):
 
 
 class City(BaseModel):
+    model_config = ConfigDict(extra="forbid")
     name: Annotated[str, Field(max_length=8)]
     founded: Annotated[int, Field(ge=1, le=9999)]
     kind: Literal["town", "harbour"]
@@ -237,9 +237,15 @@ async def test_a_strict_tool_that_the_model_may_call():
             assert is_valid(ARGUMENTS, arguments)
         [answer] = await answers(server, 1, tools=[NOW, LOOK])
         assert calls_of(answer) == [("look", {"y": 5})], "which is not strict"
-    async with contrary("<think>\n<tool_call></think> No call.") as server:
-        [answer] = await answers(server, 1, tools=[STRICT_LOOK], max_tokens=28)
-        assert answer["message"]["reasoning_content"] + answer["message"]["content"]
+    script = "<think>\nno</think>\n\nNo call."
+    async with contrary(script) as server:
+        [answer] = await answers(server, 1, tools=[STRICT_LOOK], max_tokens=len(script))
+        assert answer["message"] == {
+            "role": "assistant",
+            "content": "No call.",
+            "refusal": None,
+            "reasoning_content": "no",
+        }
 
 
 @pytest.mark.parametrize("script", ['<tool_call>\n{"name": "look"', '{"name'])
@@ -280,9 +286,14 @@ async def test_an_answer_that_the_client_has_begun_is_not_json():
         assert (response.status_code, response.json()["error"]["param"]) == (400, "response_format")
 
 
-async def test_a_demanded_call_in_the_form_of_anthropic():
+async def test_a_demanded_call_and_json_in_the_form_of_anthropic():
     async with contrary() as server:
+        wanted = {"format": {"type": "json_schema", "schema": City.model_json_schema()}}
+        answer = await server.client.post("/v1/messages", json=body("?", max_tokens=900, output_config=wanted))
+        City.model_validate_json(answer.json()["content"][0]["text"], strict=True)
         tool = {"name": "look", "input_schema": ARGUMENTS}
-        request = body("?", max_tokens=200, tools=[tool], tool_choice={"type": "any"})
-        answer: httpx.Response = await server.client.post("/v1/messages", json=request)
+        request = body(
+            "?", max_tokens=900, tools=[tool], tool_choice={"type": "any", "disable_parallel_tool_use": True}
+        )
+        answer = await server.client.post("/v1/messages", json=request)
         assert is_valid(ARGUMENTS, answer.json()["content"][0]["input"])

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from serving.demo_page import FOLDER, MEDIA_TYPES
+from models.images import FORMATS
+from serving.demo_page import FOLDER
 
 FILES = sorted(path.name for path in FOLDER.iterdir())
+TYPES = {  # which a browser asks for: it runs no module and takes no style sheet of another type
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
 
 
 async def test_the_page_may_load_nothing_from_elsewhere_and_run_nothing_inline(server):
@@ -27,7 +36,7 @@ async def test_every_file_is_served_with_its_type(server, name):
     response = await server.client.get(f"/page/{name}")
     assert response.status_code == 200
     assert response.content == (FOLDER / name).read_bytes()
-    assert response.headers["content-type"] == MEDIA_TYPES[f".{name.rsplit('.', 1)[1]}"]
+    assert response.headers["content-type"] == TYPES[Path(name).suffix]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -35,6 +44,12 @@ def test_files_name_only_files_that_are_there(name):
     text = (FOLDER / name).read_text()
     named = re.findall(r'(?:from "\./|href="page/|src="page/)([^"]+)"', text)
     assert set(named) <= set(FILES)
+
+
+def test_the_files_that_can_be_chosen_are_the_pictures_that_the_server_takes():
+    accepted = re.search(r'accept="([^"]+)"', (FOLDER / "index.html").read_text())[1].split(",")
+    Image.init()
+    assert set(accepted) == {Image.MIME[name] for name in FORMATS}
 
 
 def test_no_file_makes_html_from_text_or_names_another_server():
