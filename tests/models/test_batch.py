@@ -93,8 +93,9 @@ def test_mixed_requests_say_together_what_they_say_alone(name, quant):
     """Bit for bit, log-probabilities and margins included, with what is kept of others used or not."""
     model = models.load(name, quant=quant, max_context=512)
     values = mixed_requests(model, 32, pictures=name == "tiny-vl")
-    alone = [run(model.batch(), [request_of(model, one)])[0] for one in values]
     limits = BatchLimits(rows=8, slots=11, prefill_budget=64, image_cache_bytes=2**20)
+    by_itself = BatchLimits(prefill_budget=64, reuse=False)
+    alone = [run(model.batch(by_itself), [request_of(model, one)])[0] for one in values]
     batch = model.batch(limits)
     together = run(batch, [request_of(model, one) for one in values])
     assert together == alone
