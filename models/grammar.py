@@ -8,6 +8,7 @@ answer gets a matcher of its own.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -43,7 +44,7 @@ def json_rule(schema: dict[str, Any], *, lenient: bool = False) -> str:
 
 
 def text_rule(text: str) -> str:
-    """The rule for just this text, which may be empty."""
+    """The rule for just this text."""
     return json.dumps(text)
 
 
@@ -196,6 +197,7 @@ class GrammarCompiler:
 
 
 def _reason(state: LLMatcher) -> str:
-    """What the library says is wrong, on one line."""
-    reason, _, _ = state.get_error().partition("<non-verbose/>")
+    """What the library says is wrong, on one line. The place in the grammar is left out: users wrote the schema only."""
+    reason = re.split(r"<non-verbose/>|\n *\d+ \| ", state.get_error())[0]
+    reason = re.sub(r'^(at \d+\(\d+\): )?(failed to compile JSON schema: |failed to parse "%json": )?', "", reason)
     return " ".join(reason.split())[:400]
