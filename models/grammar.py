@@ -197,7 +197,7 @@ class GrammarCompiler:
 
 
 def _reason(state: LLMatcher) -> str:
-    """What the library says is wrong, on one line. The place in the grammar is left out: users wrote the schema only."""
+    """What the library says is wrong, on one line, without the place in the grammar: users wrote the schema only."""
     reason = re.split(r"<non-verbose/>|\n *\d+ \| ", state.get_error())[0]
     reason = re.sub(r'^(at \d+\(\d+\): )?(failed to compile JSON schema: |failed to parse "%json": )?', "", reason)
     return " ".join(reason.split())[:400]
