@@ -219,3 +219,23 @@ def test_health_and_models(tiny_url):
     assert (health["status"], health["model"], health["max_seq"], health["max_queued"]) == ("ok", "tiny-vl", 512, 16)
     listed = httpx.get(f"{tiny_url}/v1/models").json()
     assert [entry["id"] for entry in listed["data"]] == ["tiny-vl"]
+
+
+def test_a_short_video(client):
+    """tiny-vl has not learned videos: its prompt has them, as groups of frames with their times, and it answers."""
+    frames = [data_url(picture().rotate(10 * turn)) for turn in range(3)]
+    question = {"type": "text", "text": "What is in this picture?"}
+    parts = [{"type": "video_frames", "video_frames": frames, "fps": 1}, question]
+    answer = client.chat.completions.create(
+        model="tiny-vl",
+        messages=[{"role": "user", "content": parts}],
+        max_tokens=20,
+        extra_body={"stream_options": {"include_tokens": True}},
+    )
+    tokenizer = Tokenizer.from_folder(PRETRAINED / "tiny-vl")
+    ids = answer.model_extra["history_tokens"]
+    assert ids.count(tokenizer.id_of("<|vision_start|>")) == ids.count(tokenizer.id_of("<|vision_end|>")) == 2
+    assert ids.count(tokenizer.id_of("<|video_pad|>")) == 2 * 9, "25 tokens are the budget: 3 x 3 for each group"
+    assert "<0.5 seconds><2.0 seconds>What is in this picture?" in tokenizer.decode(ids)
+    assert len(ids) == answer.usage.total_tokens
+    assert answer.choices[0].message.content
