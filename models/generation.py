@@ -6,7 +6,7 @@ Control returns to the caller after every chunk and every token, so that a serve
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
@@ -15,7 +15,7 @@ from models.errors import ContextLengthError, PromptError
 from models.grammar import Grammar, Matcher
 from models.inference import Inference, VisualFeatures, plan_chunks
 from models.positions import Grid, rope_positions
-from models.sampling import Sampled, SamplingParams, SamplingState, start_sampling
+from models.sampling import Sampled, SamplingParams, SamplingState, constrain, start_sampling
 
 FinishReason = Literal["stop", "length"]
 
@@ -122,7 +122,7 @@ def generate(
 
 def _constrained(state: SamplingState, matcher: Matcher | None) -> SamplingState:
     """The state with what the grammar lets through next."""
-    return state if matcher is None else replace(state, allowed=matcher.allowed()[None])
+    return state if matcher is None else constrain(state, matcher.allowed()[None])
 
 
 def _step(sampled: Sampled, request: Request, pieces: TextPieces, last: bool) -> Step:

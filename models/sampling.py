@@ -74,10 +74,9 @@ def _check(name: str, value: float | int, in_range: bool, wanted: str) -> None:
 @dataclass(frozen=True)
 class SamplingState:
     """The parameters of every row and what it has seen. `key` is the seed as a raw threefry key `[batch, 2]`, `step`
-    counts the row's draws, `counts` the tokens of its answer, `in_prompt` marks those of its prompt; `adjusted` tells
-    whether penalties or a bias change its logits at all. `allowed` has a bit for every token that a constraint lets
-    through, token `i` in bit `i % 32` of word `i // 32`; in a row without a constraint all are set. The host puts it in
-    before each step."""
+    counts the row's draws, `counts` the tokens of its answer, `in_prompt` marks those of its prompt. `allowed` has a
+    bit for every token that a constraint lets through, token `i` in bit `i % 32` of word `i // 32`; in a row without a
+    constraint all are set. `adjusted` tells whether penalties, a bias or a constraint change the logits at all."""
 
     temperature: Float[Array, " batch"]
     top_p: Float[Array, " batch"]
@@ -135,6 +134,12 @@ def start_sampling(rows: Sequence[tuple[SamplingParams, np.ndarray]], vocab: int
     )
 
 
+def constrain(state: SamplingState, allowed: UInt[np.ndarray, "batch words"]) -> SamplingState:
+    """The state with what constraints let through in the next step, on the host."""
+    constrained = np.any(allowed != ALL_TOKENS, axis=-1)
+    return replace(state, allowed=allowed, adjusted=np.asarray(state.adjusted) | constrained)
+
+
 def check_bias(bias: Mapping[int, float], vocab: int) -> None:
     """Raises ConfigError if a bias names a token outside the vocabulary."""
     for token in bias:
@@ -157,8 +162,7 @@ def _raw_key(seed: int | None) -> np.ndarray:
 def sample(logits: Float[Array, "batch vocab"], state: SamplingState) -> tuple[Sampled, SamplingState]:
     """Chooses the next token of every row and counts it."""
     first = _first_largest(logits)
-    unconstrained = jnp.all(state.allowed == ALL_TOKENS, axis=-1)
-    usual = (state.temperature == 0) & ~state.adjusted & unconstrained
+    usual = (state.temperature == 0) & ~state.adjusted
     token = jax.lax.cond(jnp.all(usual), lambda: first, lambda: _choose(logits, state))
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
     counted = replace(state, counts=state.counts.at[rows, token].add(1), step=state.step + 1)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from models.errors import ConfigError
-from models.sampling import SamplingParams, sample, start_sampling
+from models.sampling import SamplingParams, constrain, sample, start_sampling
 
 VOCAB = 50
 
@@ -16,11 +16,12 @@ def draw(logits: np.ndarray, *params: SamplingParams, prompts=None, allowed=None
     `allowed` has the tokens of each row's constraint, None where there is none."""
     prompts = prompts or [np.zeros(0, np.int64)] * len(params)
     state = start_sampling(list(zip(params, prompts, strict=True)), logits.shape[1])
-    for row, tokens in enumerate(allowed or []):
-        if tokens is not None:
-            bits = np.zeros((1, 32 * state.allowed.shape[1]), bool)
-            bits[0, tokens] = True
-            state.allowed[row] = np.packbits(bits, bitorder="little").view(np.uint32)
+    if allowed is not None:
+        bits = np.ones((len(params), 32 * state.allowed.shape[1]), bool)
+        for row, tokens in enumerate(allowed):
+            if tokens is not None:
+                bits[row] = np.isin(np.arange(bits.shape[1]), tokens)
+        state = constrain(state, np.packbits(bits, axis=1, bitorder="little").view(np.uint32))
     step = jax.jit(sample)
     tokens = []
     for _ in range(steps):
