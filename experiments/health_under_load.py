@@ -87,7 +87,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     made.add_argument("--quick", action="store_true", help="check in some seconds that everything works")
     made.add_argument("--out", type=Path, default=ROOT / "results" / "health_under_load")
     if "--quick" in arguments:
-        made.set_defaults(model="tiny-vl", quant=None, words=200, seconds=2.0, out=Path(tempfile.mkdtemp(prefix="health_")))
+        made.set_defaults(
+            model="tiny-vl", quant=None, words=200, seconds=2.0, out=Path(tempfile.mkdtemp(prefix="health_"))
+        )
     return made.parse_args(arguments)
 
 
