@@ -18,10 +18,12 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import hypothesis
 import schemathesis
+from hypothesis import strategies
 from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 from schemathesis.schemas import APIOperation
@@ -53,8 +55,8 @@ CHECKS = [
 
 def send_requests(document: dict[str, Any], url: str, examples: int) -> Statuses:
     """Sends requests to every operation but the one that ends the server, and counts the statuses of the answers by
-    operation and by how the requests were made: `positive` (as the document allows them) or `negative`. The same
-    requests every time.
+    operation and by how the requests were made: `positive` (as the document allows them) or `negative`. Every other
+    positive one is the document's example with a few generated fields. The same requests every time.
 
     Raises:
         schemathesis' own failures, with the request as a curl command: an answer is not in the document.
@@ -80,12 +82,20 @@ def _send(operation: APIOperation, mode: GenerationMode, url: str, examples: int
         phases=[hypothesis.Phase.generate],
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
-    def send(case: schemathesis.Case) -> None:
+    @hypothesis.given(case=operation.as_strategy(generation_mode=mode), random=strategies.randoms())
+    def send(case: schemathesis.Case, random: Random) -> None:
+        if mode is GenerationMode.POSITIVE and operation.body and random.random() < 0.5:
+            fields = random.sample(sorted(case.body), min(len(case.body), random.randint(0, 2)))
+            case.body = _example(operation) | {name: case.body[name] for name in fields}
         response = case.call_and_validate(base_url=url, checks=CHECKS)
         counted[response.status_code] += 1
 
     send()
+
+
+def _example(operation: APIOperation) -> dict[str, Any]:
+    """The request that the document gives as an example."""
+    return operation.definition.raw["requestBody"]["content"]["application/json"]["example"]
 
 
 def table(statuses: Statuses) -> str:

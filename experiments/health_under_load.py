@@ -87,15 +87,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     made.add_argument("--quick", action="store_true", help="check in some seconds that everything works")
     made.add_argument("--out", type=Path, default=ROOT / "results" / "health_under_load")
     if "--quick" in arguments:
-        made.set_defaults(model="tiny-vl", words=200, seconds=2.0, out=Path(tempfile.mkdtemp(prefix="health_")))
+        made.set_defaults(
+            model="tiny-vl", quant=None, words=200, seconds=2.0, out=Path(tempfile.mkdtemp(prefix="health_"))
+        )
     return made.parse_args(arguments)
 
 
 def main(arguments: Sequence[str]) -> list[Probe]:
     """Measures as the command line says, prints the table and writes the results."""
     options = parse(arguments)
-    weights = ["--weights", "random"] if options.model in PRESETS else []
-    served = ["--model", options.model, "--quant", options.quant, *weights]
+    served = ["--model", options.model]
+    served += ["--quant", options.quant] if options.quant else []
+    served += ["--weights", "random"] if options.model in PRESETS else []
     with (
         tempfile.TemporaryDirectory(prefix="health_") as folder,
         running_server(served, Path(folder) / "server.log") as server,

@@ -31,7 +31,7 @@ class Connection:
 
     def send(self, method: str, path: str, body: bytes | None = None, length: int | None = None) -> None:
         """Writes a request; `length` may announce another length than the body's."""
-        head = f"{method} {path} HTTP/1.1\r\nHost: experiment\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n"
         if body is not None:
             head += f"Content-Type: application/json\r\nContent-Length: {len(body) if length is None else length}\r\n"
         self.writer.write(head.encode() + b"\r\n" + (body or b""))

@@ -125,9 +125,11 @@ def _server(found: Found) -> Iterator[Row]:
 
 def _tokens(answers: Sequence[Answer]) -> Iterator[Row]:
     """What a token costs beyond its step."""
-    median, high = np.percentile(pooled(answers, "overhead"), (50, 99))
+    overhead = pooled(answers, "overhead")
+    median, high = np.percentile(overhead, (50, 99))
     yield "overhead per token, ms: median", f"< {MEDIAN_MS:g}", f"{median:.3f}", bool(median < MEDIAN_MS)
     yield "overhead per token, ms: p99", f"< {HIGH_MS:g}", f"{high:.3f}", bool(high < HIGH_MS)
+    yield "overhead per token, ms: mean", "", f"{overhead.mean():.3f}", None
     yield _percentiles("from the model to the client", pooled(answers, "delivery"), 3)
     yield _percentiles("a step of the model in the server", pooled(answers, "step"), 3)
     yield _percentiles("a step of the model alone", pooled(answers, "step", alone=True), 3)

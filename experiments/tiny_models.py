@@ -66,6 +66,50 @@ COPYING_WEIGHTS = dict.fromkeys(WEIGHTS, 0.2) | {
     "conversation": 3.0,
     "drill: picture": 2.0,
 }
+# Shares of the time from which on a model with pictures practises what it is slow to learn: of texts (sums are many
+# facts to know by heart), of pictures, and at the end of both.
+PRACTISING_FROM, LOOKING_FROM, FINISHING_FROM = 0.5, 0.67, 0.84
+PRACTICE_WEIGHTS = WEIGHTS | {
+    "counting": 4.0,
+    "arithmetic": 14.0,
+    "lookup": 7.0,
+    "conversation": 9.0,
+    "drill: facts": 3.0,
+    "picture: describe": 10.0,
+    "picture: number": 5.0,
+    "picture: colour": 0.4,
+    "picture: place": 2.5,
+    "picture: yes or no": 2.0,
+}
+LOOKING_WEIGHTS = WEIGHTS | {
+    "counting": 3.0,
+    "arithmetic": 9.0,
+    "repeating": 4.0,
+    "conversation": 6.0,
+    "outside": 1.2,
+    "picture: describe": 10.0,
+    "picture: number": 6.0,
+    "picture: colour": 0.5,
+    "picture: yes or no": 8.0,
+    "picture: second turn": 8.0,
+    "drill: picture": 16.0,
+}
+FINISHING_WEIGHTS = WEIGHTS | {
+    "counting": 3.0,
+    "arithmetic": 10.0,
+    "lookup": 7.0,
+    "repeating": 7.0,
+    "greeting": 1.0,
+    "outside": 1.5,
+    "drill: facts": 3.0,
+    "drill: told": 1.0,
+    "picture: describe": 10.0,
+    "picture: number": 5.0,
+    "picture: colour": 0.5,
+    "picture: yes or no": 4.0,
+    "picture: second turn": 6.0,
+    "drill: picture": 12.0,
+}
 
 
 @dataclass(frozen=True)
@@ -79,6 +123,19 @@ class TinyModel:
     def tasks(self) -> dict[str, Task]:
         """Everything it is taught."""
         return text_tasks(self.pictures) | (picture_tasks() if self.pictures else {})
+
+    def phases(self) -> list[tuple[float, Mapping[str, float]]]:
+        """The phases of training on conversations: until which share of the time, and how often each task is drawn."""
+        if not self.pictures:
+            return [(COPYING_FOR, COPYING_WEIGHTS), (1.0, WEIGHTS)]
+        copying = SEEING_UNTIL + COPYING_FOR
+        return [
+            (copying, COPYING_WEIGHTS),
+            (PRACTISING_FROM, WEIGHTS),
+            (LOOKING_FROM, PRACTICE_WEIGHTS),
+            (FINISHING_FROM, LOOKING_WEIGHTS),
+            (1.0, FINISHING_WEIGHTS),
+        ]
 
 
 TINY_VL = TinyModel(

@@ -18,7 +18,7 @@ from tqdm import tqdm
 import models
 from experiments.environment import write_environment
 from experiments.tiny_data import conversations
-from experiments.tiny_models import COPYING_FOR, SEEING_UNTIL, TinyModel
+from experiments.tiny_models import COPYING_FOR, FINISHING_FROM, LOOKING_FROM, PRACTISING_FROM, SEEING_UNTIL, TinyModel
 from experiments.tiny_tasks import Task, outside
 
 WANTED = 0.97
@@ -141,12 +141,14 @@ def _phases(model: TinyModel) -> str:
     """What was taught when."""
     copying = (
         f"{COPYING_FOR:.0%} of the time went to conversations that\nmostly need copying (`COPYING_WEIGHTS` in "
-        "`experiments/tiny_models.py`), the rest to all of them."
+        "`experiments/tiny_models.py`), the rest to all of them"
     )
     if not model.pictures:
-        return f"The first {copying}"
+        return f"The first {copying}."
     return (
         f"The vision tower learned alone for the first {SEEING_UNTIL:.0%} of the time, by a loss that reads the kind, "
         "colour and place\nof a shape out of each visual token along the embeddings of the words for them. "
-        f"The next {copying}"
+        f"The next {copying},\nfrom {PRACTISING_FROM:.0%} of the time on more to what is slow to learn of texts "
+        f"(`PRACTICE_WEIGHTS`),\nfrom {LOOKING_FROM:.0%} on of pictures (`LOOKING_WEIGHTS`), from {FINISHING_FROM:.0%} "
+        "on of both (`FINISHING_WEIGHTS`)."
     )

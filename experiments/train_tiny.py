@@ -4,7 +4,7 @@ Claim: a Qwen3-VL and a Qwen3-MoE of about 4 million parameters learn the tasks 
 every task's held-out conversations tiny-moe answers at least 97 % rightly, tiny-vl at least 91 %. Cost: under 90
 minutes on 2 cores each.
 
-    python -m experiments.train_tiny tiny-vl --minutes 85
+    python -m experiments.train_tiny tiny-vl --minutes 88
     python -m experiments.train_tiny tiny-moe --minutes 85
 
 Writes models/pretrained/<name>/ (an ordinary Hugging Face folder) and results/train_<name>/, here or in another folder
@@ -42,12 +42,9 @@ from experiments.tiny_data import Batch, Encoder, Pictures, evaluation_batches, 
 from experiments.tiny_drills import drills
 from experiments.tiny_export import export
 from experiments.tiny_models import (
-    COPYING_FOR,
-    COPYING_WEIGHTS,
     PREPROCESSOR,
     SEEING_UNTIL,
     TINY_MODELS,
-    WEIGHTS,
     TinyModel,
     full_config,
 )
@@ -445,16 +442,16 @@ class Log:
 
 
 def run(trainer: Trainer, budget: Budget, seed: int, log: Log, snapshot: Path) -> None:
-    """Trains as long as the budget says, in all: first a vision tower to see, then mostly copying, then everything. A
-    run from the beginning takes at least one step of each, however long that is."""
+    """Trains as long as the budget says, in all: first a vision tower to see, then the model's phases. A run from the
+    beginning takes at least one step of each, however long that is."""
     progress, begins = trainer.progress, trainer.progress.seconds == 0
     name, vocabulary = trainer.model.name, trainer.tokenizer.to_str()
     if trainer.model.pictures and begins:
         with made_ahead(tower_batches, name, vocabulary, str(seed)) as batches:
             see(trainer, batches, budget, log)
         trainer.save(snapshot)
-    copying = COPYING_FOR + (SEEING_UNTIL if trainer.model.pictures else 0.0)
-    for until, weights in ((copying * budget.seconds, COPYING_WEIGHTS), (budget.seconds, WEIGHTS)):
+    for share, weights in trainer.model.phases():
+        until = share * budget.seconds
         if begins or progress.seconds < until:
             source = f"{seed} from step {progress.step}"
             with made_ahead(text_batches, name, vocabulary, weights, source) as batches:

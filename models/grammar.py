@@ -8,6 +8,7 @@ answer gets a matcher of its own.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -21,8 +22,7 @@ LARGEST_SCHEMA = 65_536  # characters
 # The library follows references by recursion, on a stack of 8 MiB; from 1,600 on some schemas overflowed it.
 DEEPEST_REFERENCES = 500  # distinct references times levels of nesting
 MOST_PATTERNS = 32  # in one object: each is compared with all others, which takes a tenth of a millisecond
-# Unlimited white space would be a way for a model never to come to an end.
-WHITE_SPACE = r" |\n[ \t]{0,64}"
+WHITE_SPACE = " "  # once between tokens of JSON: more of it takes time, and small models fill an answer with it
 ANY_TEXT = r"/(.|\n)*/"
 # A step takes time with the square of the grammar's size where alternatives abound: 0.02 s at worst with this one. The
 # library's longer error messages hold the answer so far, which is not for logs.
@@ -30,8 +30,8 @@ LIMITS = LLParserLimits(max_grammar_size=20_000, verbose_errors=False)
 
 
 def json_rule(schema: dict[str, Any], *, lenient: bool = False) -> str:
-    """The rule for JSON texts that are valid by this JSON Schema (draft 2020-12, as far as llguidance has it). Between
-    its tokens a space may stand, or a line end and indentation. `lenient` ignores keywords that llguidance lacks.
+    """The rule for JSON texts that are valid by this JSON Schema (draft 2020-12, as far as llguidance has it), on one
+    line, with or without a space between tokens. `lenient` ignores keywords that llguidance lacks.
 
     Raises:
         GrammarError: the schema is too large or too involved.
@@ -43,7 +43,7 @@ def json_rule(schema: dict[str, Any], *, lenient: bool = False) -> str:
 
 
 def text_rule(text: str) -> str:
-    """The rule for just this text, which may be empty."""
+    """The rule for just this text."""
     return json.dumps(text)
 
 
@@ -196,6 +196,7 @@ class GrammarCompiler:
 
 
 def _reason(state: LLMatcher) -> str:
-    """What the library says is wrong, on one line."""
-    reason, _, _ = state.get_error().partition("<non-verbose/>")
+    """What the library says is wrong, on one line, without the place in the grammar: users wrote the schema only."""
+    reason = re.split(r"<non-verbose/>|\n *\d+ \| ", state.get_error())[0]
+    reason = re.sub(r'^(at \d+\(\d+\): )?(failed to compile JSON schema: |failed to parse "%json": )?', "", reason)
     return " ".join(reason.split())[:400]

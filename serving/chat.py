@@ -190,7 +190,7 @@ def _check_opening(request: ChatRequest, prompt: Prompt, tokenizer: Tokenizer, i
         message = "'tool_choice': this model reasons before it answers, so a call can be allowed but not demanded"
         raise bad_request(message, "tool_choice")
     if request.begun_answer and in_reasoning:
-        message = "this model reasons before it answers, so its answer cannot be begun: the last message may not be its"
+        message = "this model reasons before it answers, so its answer cannot be begun for it: end with a user message"
         raise bad_request(message, "messages")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -157,6 +158,8 @@ class Connection:
         self._writer = writer
         self._writing = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
+        # Timers that are cancelled stay with the loop for a while; in this context they hold no request.
+        self._own_context = contextvars.copy_context()
         self._idle = True  # no request has come, or the last one has been answered
         self._head_begun = False
         self._expired = False
@@ -249,7 +252,8 @@ class Connection:
         """Ends the connection after so many seconds, if this is not called again before; 0: never."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire) if seconds else None
+        loop, context = asyncio.get_running_loop(), self._own_context
+        self._timer = loop.call_later(seconds, self._expire, context=context) if seconds else None
 
     def _expire(self) -> None:
         self._expired = True

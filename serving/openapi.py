@@ -30,6 +30,14 @@ ERRORS = {
     500: "The computation of this request failed.",
     503: "The model is loading, the server is shutting down, the engine has failed, or memory is short.",
 }
+QUESTION = {"messages": [{"role": "user", "content": "Count from 1 to 5"}]}
+EXAMPLES = {
+    "ChatRequest": QUESTION,
+    "CompletionRequest": {"prompt": "Count from 1 to 5", "max_tokens": 20},
+    "MessagesRequest": QUESTION | {"max_tokens": 20},
+    "CountTokensRequest": QUESTION,
+    "TokenizeText": {"prompt": "Count from 1 to 5"},
+}
 FOR_TEXT = (400, 401, 404, 408, 413, 415, 429, 500, 503)
 KEYS = [{"bearer": []}, {"key": []}]
 
@@ -41,7 +49,7 @@ def document(settings: Settings) -> Schema:
         "info": {"title": "kestrel-jax", "version": project_version(), "description": "One model, over OpenAI's API."},
         "paths": _paths(),
         "components": {
-            "schemas": _requests() | _answers(),
+            "schemas": _requests(settings.model_id) | _answers(),
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
@@ -66,11 +74,11 @@ def _paths() -> Schema:
         },
         "/v1/messages/count_tokens": {
             "post": _operation("The length of its prompt", _json("Length"), FOR_TEXT, error="AnthropicError")
-            | _body(_ref("CountTokensRequest"))
+            | _body("CountTokensRequest")
         },
         "/tokenize": {
             "post": _operation("The token ids of a text or a conversation", _json("Tokens"), FOR_TEXT)
-            | _body({"anyOf": [_ref("TokenizeText"), _ref("ChatRequest")]})
+            | _body("TokenizeText", "ChatRequest")
         },
         "/v1/models": {"get": _operation("The one model that is served", _json("Models"), (401,))},
         "/health": {
@@ -103,11 +111,14 @@ def _operation(
 def _text(summary: str, request: str, answer: str, error: str = "Error") -> Schema:
     """An operation that generates text: one object, or a stream of frames."""
     stream = {"text/event-stream": {"schema": {"type": "string", "description": "where `stream` is true"}}}
-    return _operation(summary, _json(answer) | stream, FOR_TEXT, error=error) | _body(_ref(request))
+    return _operation(summary, _json(answer) | stream, FOR_TEXT, error=error) | _body(request)
 
 
-def _body(schema: Schema) -> Schema:
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+def _body(*names: str) -> Schema:
+    """A request of one of these forms."""
+    schema = {"anyOf": [_ref(name) for name in names]} if len(names) > 1 else _ref(names[0])
+    content = {"schema": schema, "example": EXAMPLES[names[0]]}
+    return {"requestBody": {"required": True, "content": {"application/json": content}}}
 
 
 def _answer(description: str, content: Schema) -> Schema:
@@ -132,7 +143,7 @@ def _ref(name: str) -> Schema:
 
 
 @cache
-def _requests() -> Schema:
+def _requests(model_id: str) -> Schema:
     """The schemas of all requests, by the names of the models that check them. What these leave open, because functions
     check it whose errors say more, is described here."""
     models: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest, MessagesRequest, CountTokensRequest)
@@ -141,6 +152,9 @@ def _requests() -> Schema:
     schemas = made["$defs"]
     for (name, field), described in _open_fields().items():
         schemas[name]["properties"][field] |= described
+    for schema in schemas.values():
+        if "model" in schema.get("properties", {}):
+            schema["properties"]["model"] |= _or_null(_one_of(model_id))
     return schemas
 
 

@@ -1,33 +1,55 @@
 /** The page: takes a message, asks the server, shows the answer and when each part of it came. */
 
 import { streamCompletion } from "./chat_client.mjs";
-import { addAnswer, showConversation } from "./conversation_view.mjs";
+import { addQuestion, clearConversation, conversation, readConversation, removeTurn, setAnswer } from "./conversation.mjs";
+import { growAnswer, scrollToEnd, showConversation } from "./conversation_view.mjs";
 import { announce, byId } from "./dom.mjs";
-import { setPictures, setUpPictures, takePictures } from "./pictures.mjs";
+import { picturesRead, putBackPictures, setUpPictures, takePictures } from "./pictures.mjs";
 import { inPlainWords, Problem } from "./problems.mjs";
 import { askNow, modelName, watchServer } from "./server_state.mjs";
 import { apiKey, samplingFields, setUpSettings, systemPrompt } from "./settings.mjs";
-import { loadConversation, saveConversation } from "./storage.mjs";
 import { newTimeline, note, textOf } from "./timeline.mjs";
 import { redraw, redrawSoon, setOpen, setUpTimelinePanel, showTimeline } from "./timeline_panel.mjs";
 
-let messages = [];
-let running = null; // the request under way: `{controller, message}`
+let running = null; // the request under way: `{id, answer, controller}`, with the id of its turn
+let conversationRead = null; // a promise
 const question = byId("question");
-const actions = { retry, edit, show: showOne };
 
 async function start() {
+  conversationRead = readConversation(follow);
   setUpSettings();
-  setUpPictures();
+  setUpPictures(picturesSent);
   setUpTimelinePanel();
   setUpComposer();
   setUpClearing();
   watchServer();
-  messages = await loadConversation();
-  showConversation(messages, actions);
+  document.addEventListener("visibilitychange", keepPart);
+  await conversationRead;
+  show();
+  scrollToEnd();
   showLatestTimeline();
-  document.addEventListener("visibilitychange", () => document.hidden && saveConversation(soFar()));
   document.body.dataset.ready = "true";
+}
+
+function show() {
+  showConversation(conversation(), running, { retry, edit, show: showOne });
+}
+
+/** Shows what another tab has made of the conversation. */
+function follow() {
+  if (running && !conversation().some(({ id }) => id === running.id)) dropRunning();
+  show();
+  if (!conversation().length) showTimeline(null);
+}
+
+/** If the page goes away now, this is all that there will be of the answer. */
+function keepPart() {
+  if (document.hidden && running) setAnswer(running.id, { ...running.answer, problem: Problem.incomplete().facts });
+}
+
+async function picturesSent() {
+  await conversationRead;
+  return conversation().flatMap((turn) => turn.question.pictures).length;
 }
 
 function setUpComposer() {
@@ -54,81 +76,73 @@ function setUpComposer() {
 
 function setUpClearing() {
   const dialog = byId("clearing");
-  byId("clear").addEventListener("click", () => (messages.length ? dialog.showModal() : question.focus()));
+  byId("clear").addEventListener("click", () => (conversation().length ? dialog.showModal() : question.focus()));
   byId("keep").addEventListener("click", () => dialog.close());
   byId("confirm-clear").addEventListener("click", () => {
     dialog.close();
-    stop();
-    setRunning(null);
-    setMessages([]);
+    dropRunning();
+    clearConversation();
+    show();
     showTimeline(null);
     announce("The conversation is deleted.");
     question.focus();
   });
 }
 
-function setMessages(changed) {
-  messages = changed;
-  showConversation(messages, actions);
-  saveConversation(messages);
-}
-
-/** The messages and what has come of the next one; if the page goes away now, that is all there will be. */
-function soFar() {
-  return running ? [...messages, { ...running.message, finish: "stopped" }] : messages;
-}
-
-function ask() {
-  const text = question.value.trim();
+async function ask() {
+  await Promise.all([conversationRead, picturesRead()]);
   if (running) return announce("The answer is still arriving. Escape stops it.");
+  const text = question.value.trim();
   const pictures = takePictures();
-  byId("picture-remark").textContent = "";
   if (!text && !pictures.length) return question.focus();
   question.value = "";
-  setMessages([...messages, { role: "user", text, pictures }]);
-  answerLast();
+  answerTurn(addQuestion({ text, pictures }));
 }
 
 /** Drops an answer that failed, and asks again. */
 function retry() {
-  setMessages(messages.slice(0, lastQuestion() + 1));
-  answerLast();
+  const { id } = conversation().at(-1);
+  setAnswer(id, null);
+  answerTurn(id);
   question.focus();
 }
 
-/** Takes the last message back into the field. */
+/** Takes the last message back into the field, before what has been written there since. */
 function edit() {
-  const { text, pictures } = messages[lastQuestion()];
-  setMessages(messages.slice(0, lastQuestion()));
-  question.value = text;
-  setPictures(pictures);
+  const last = conversation().at(-1);
+  removeTurn(last.id);
+  show();
+  question.value = [last.question.text, question.value].filter(Boolean).join("\n");
+  putBackPictures(last.question.pictures);
   question.focus();
-}
-
-function lastQuestion() {
-  return messages.findLastIndex((message) => message.role === "user");
 }
 
 function stop() {
   running?.controller.abort();
 }
 
-async function answerLast() {
+/** Stops a request whose turn has been removed. */
+function dropRunning() {
+  stop();
+  setRunning(null);
+}
+
+async function answerTurn(id) {
   const timeline = newTimeline(modelName(), samplingFields());
-  const message = { role: "assistant", text: "", thinking: "", finish: null, problem: null, timeline };
-  const own = { controller: new AbortController(), message };
+  const answer = { text: "", thinking: "", finish: null, problem: null, timeline };
+  const own = { id, answer, controller: new AbortController() };
   setRunning(own);
-  const view = addAnswer(message, actions);
+  show();
+  scrollToEnd();
   showTimeline(timeline);
   announce("The answer is arriving.");
-  await receive(message, view, own.controller.signal);
-  if (running !== own) return; // the conversation has been deleted meanwhile
+  await receive(own);
+  if (running !== own) return;
   setRunning(null);
-  messages = [...messages, message];
-  saveConversation(messages);
-  view.end();
+  setAnswer(id, { ...answer });
+  show();
   redraw();
-  announceEnd(message);
+  announceEnd(answer);
   askNow();
 }
 
@@ -139,28 +153,28 @@ function setRunning(value) {
   if (!running && document.activeElement === document.body) question.focus(); // the stop button had it
 }
 
-/** Fills the message with what arrives, until its end, however it ends. */
-async function receive(message, view, signal) {
-  const { timeline } = message;
-  const request = requestBody();
+/** Fills the answer with what arrives, until its end, however it ends. */
+async function receive({ id, answer, controller: { signal } }) {
+  const { timeline } = answer;
+  const request = requestBody(id);
   const sent = performance.now();
   let due = 0;
-  const show = () => {
+  const showMore = () => {
     due = 0;
-    view.grow();
+    growAnswer(answer);
   };
   try {
     for await (const { at, frame } of streamCompletion(request, { key: apiKey(), signal })) {
       const kind = note(timeline, frame, at - sent);
-      if (kind === "token") message.text += textOf(frame);
-      if (kind === "thinking") message.thinking += textOf(frame);
-      if (kind === "finish") message.finish = frame.choices[0].finish_reason;
-      due ||= requestAnimationFrame(show);
+      if (kind === "token") answer.text += textOf(frame);
+      if (kind === "thinking") answer.thinking += textOf(frame);
+      if (kind === "finish") answer.finish = frame.choices[0].finish_reason;
+      due ||= requestAnimationFrame(showMore);
       redrawSoon();
     }
   } catch (error) {
-    if (signal.aborted) message.finish = "stopped";
-    else message.problem = factsOf(error);
+    if (signal.aborted) answer.finish = "stopped";
+    else answer.problem = factsOf(error);
   } finally {
     cancelAnimationFrame(due);
   }
@@ -172,22 +186,23 @@ function factsOf(error) {
   return new Problem({ message: String(error) }).facts;
 }
 
-/** The request for the conversation as it stands. Answers that failed or are empty are left out. */
-function requestBody() {
+/** The request for an answer to the turn with this id. Answers that failed or are empty are left out. */
+function requestBody(id) {
   const system = systemPrompt();
-  const turns = messages.filter((message) => message.role === "user" || (message.text && !message.problem));
+  const turns = conversation().filter((turn) => turn.id <= id);
   return {
-    messages: [...(system ? [{ role: "system", content: system }] : []), ...turns.map(turn)],
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...turns.flatMap(messagesOf)],
     stream: true,
     stream_options: { include_usage: true, include_metrics: true },
     ...samplingFields(),
   };
 }
 
-function turn({ role, text, pictures }) {
-  if (!pictures?.length) return { role, content: text };
+function messagesOf({ question: { text, pictures }, answer }) {
   const parts = pictures.map(({ url }) => ({ type: "image_url", image_url: { url } }));
-  return { role, content: text ? [...parts, { type: "text", text }] : parts };
+  if (parts.length && text) parts.push({ type: "text", text });
+  const asked = { role: "user", content: parts.length ? parts : text };
+  return answer?.text && !answer.problem ? [asked, { role: "assistant", content: answer.text }] : [asked];
 }
 
 function announceEnd({ text, finish, problem }) {
@@ -202,7 +217,7 @@ function showOne(timeline) {
 }
 
 function showLatestTimeline() {
-  showTimeline(messages.findLast((message) => message.role === "assistant")?.timeline ?? null);
+  showTimeline(conversation().findLast((turn) => turn.answer)?.answer.timeline ?? null);
 }
 
 start();

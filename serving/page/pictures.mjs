@@ -2,12 +2,15 @@
 
 import { announce, byId, element } from "./dom.mjs";
 
-const MOST = 16; // the server's limit for a request
-const KINDS = /^image\/(png|jpeg|webp|gif|bmp|tiff)$/;
+const MOST = 16; // the server's limit for a request, and a request has the whole conversation
 let chosen = [];
+let countSent = null;
+let reading = Promise.resolve();
 
-/** Connects the button, paste and drop. */
-export function setUpPictures() {
+/** Connects the button, paste and drop. `picturesSent()` gives a promise of the number of
+ * pictures in the conversation. */
+export function setUpPictures(picturesSent) {
+  countSent = picturesSent;
   const files = byId("files");
   byId("attach").addEventListener("click", () => files.click());
   files.addEventListener("change", async () => {
@@ -50,16 +53,33 @@ export function takePictures() {
   return taken;
 }
 
-/** Chooses these pictures instead. */
-export function setPictures(pictures) {
+/** Resolves when all files that have been added so far are read. */
+export function picturesRead() {
+  return reading;
+}
+
+/** Chooses these pictures again, which had been taken, before those chosen since. */
+export function putBackPictures(pictures) {
+  setPictures([...pictures, ...chosen]);
+}
+
+function setPictures(pictures) {
   chosen = pictures;
   byId("pictures").replaceChildren(...chosen.map(thumbnail));
   byId("pictures").hidden = !chosen.length;
 }
 
-async function add(files) {
-  const usable = files.filter((file) => KINDS.test(file.type));
-  const fitting = usable.slice(0, MOST - chosen.length);
+/** Adds files after those that are still being read. */
+function add(files) {
+  reading = reading.then(() => readAll(files));
+  return reading;
+}
+
+async function readAll(files) {
+  const types = byId("files").accept.split(",");
+  const usable = files.filter((file) => types.includes(file.type));
+  const room = MOST - (await countSent()) - chosen.length;
+  const fitting = usable.slice(0, Math.max(room, 0));
   const read = await Promise.all(fitting.map(readPicture));
   setPictures([...chosen, ...read.filter(Boolean)]);
   tell(files, usable, fitting, read);
@@ -69,7 +89,7 @@ function tell(files, usable, fitting, read) {
   const remarks = [];
   const unusable = files.length - usable.length;
   if (unusable) remarks.push(`${counted(unusable, "file")} left out: only PNG, JPEG, WebP, GIF, BMP and TIFF pictures can be sent.`);
-  if (usable.length > fitting.length) remarks.push(`A message takes at most ${MOST} pictures.`);
+  if (usable.length > fitting.length) remarks.push(`A conversation takes at most ${MOST} pictures, all its messages together.`);
   if (read.includes(null)) remarks.push("A file could not be read.");
   byId("picture-remark").textContent = remarks.join(" ");
   announce([`${counted(chosen.length, "picture")} to send.`, ...remarks].join(" "));

@@ -28,10 +28,16 @@ export class Problem extends Error {
   static disconnected(started) {
     return new Problem({ code: "disconnected", started });
   }
+
+  /** An answer of which the rest may or may not be received. */
+  static incomplete() {
+    return new Problem({ code: "incomplete", started: true });
+  }
 }
 
 const WORDS = {
   disconnected: "There is no connection to the server.",
+  incomplete: "This answer is not complete.",
   queue_full: "Too many requests are waiting for the server.",
   loading: "The model is still loading.",
   draining: "The server is shutting down.",
@@ -45,7 +51,7 @@ const WORDS_BY_STATUS = {
   401: "The server wants an API key. Enter it in the settings.",
   403: "The server wants an API key. Enter it in the settings.",
   408: "The message took too long to reach the server.",
-  413: "The message and its pictures are larger than the server takes. Remove some pictures.",
+  413: "This conversation and its pictures are larger than the server takes. Start a new one, or edit the last message.",
   429: "Too many requests are waiting for the server.",
   503: "The server cannot take requests at the moment.",
 };

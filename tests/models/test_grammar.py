@@ -104,7 +104,7 @@ def test_any_text_of_a_schema_is_valid(compiler, tokenizer, ends):
     grammar = f"start: {json_rule(Drawing.model_json_schema())}"
     drawings = [
         Drawing.model_validate_json(random_text(compiler, tokenizer, ends, grammar, seed), strict=True)
-        for seed in range(12)
+        for seed in range(8)
     ]
     assert {type(drawing.shape) for drawing in drawings} == {Circle, Square}
     assert len({drawing.title for drawing in drawings}) == len(drawings)
@@ -154,12 +154,12 @@ def test_a_text_that_encoding_would_change_is_kept(tokenizer, ends):
     assert takes(matcher, plain, '"e\u0301"')
 
 
-def test_white_space_is_free_but_limited(compiler, tokenizer):
+def test_a_space_may_stand_between_tokens_of_json(compiler, tokenizer):
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
     grammar = compiler.compile(f"start: {json_rule(schema)}")
-    for text in ('{"a":1}', '{"a": 1}', '{\n  "a": 1\n}', '{\n\t"a" : 1 }'):
+    for text in ('{"a":1}', '{"a": 1}', '{ "a" : 1 }'):
         assert takes(grammar.start(), tokenizer, text), text
-    for text in (' {"a":1}', '{"a":1} ', '{"a":  1}', '{\n\n"a":1}', "{\n" + " " * 65):
+    for text in (' {"a":1}', '{"a":1} ', '{"a":  1}', '{\n"a":1}'):
         assert not takes(grammar.start(), tokenizer, text), text
 
 
@@ -220,6 +220,8 @@ def choices(count: int) -> dict:
         ({"type": "string", "format": "poem"}, "Unknown format: poem"),
         ({"type": "string", "pattern": "("}, "unclosed group"),
         ({"properties": 5}, "properties must be an object"),
+        ({"type": "number", "minimum": 10**400}, "number out of range"),
+        ({"type": "number", "minimum": float("inf")}, "expected value"),
         ({"$ref": "#/$defs/nowhere"}, "'/.defs/nowhere' does not exist"),
         ({"$ref": "http://127.0.0.1:9/x"}, "does not fetch"),
         ({"$ref": "#"}, "cannot be followed"),
@@ -233,8 +235,9 @@ def choices(count: int) -> dict:
 )
 def test_schemas_that_are_refused(compiler, schema, message):
     """Also those on which the library would exhaust its stack, or work for minutes."""
-    with pytest.raises(GrammarError, match=message):
+    with pytest.raises(GrammarError, match=message) as error:
         compiler.compile(f"start: {json_rule(schema)}")
+    assert "%json" not in str(error.value), "only the schema is the client's"
 
 
 def test_schemas_at_the_limits(compiler, tokenizer):

@@ -19,7 +19,7 @@ def body(text: str, **fields: Any) -> dict[str, Any]:
 def raw_request(text: str, **fields: Any) -> bytes:
     """The same as the bytes of an HTTP request."""
     payload = json.dumps(body(text, **fields)).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload
 
 

@@ -6,11 +6,13 @@ import asyncio
 import base64
 import io
 import json
+from typing import Annotated, Literal
 
 import httpx
 import openai
 import pytest
 from PIL import Image, ImageDraw
+from pydantic import BaseModel, ConfigDict, Field
 
 from models.model import PRETRAINED
 from models.tokenizer import Tokenizer
@@ -174,6 +176,54 @@ def test_same_seed_same_text(client):
     assert len(texts) == 1
 
 
+class Person(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: Annotated[str, Field(max_length=12)]
+    age: Annotated[int, Field(ge=0, le=150)]
+    kind: Literal["friend", "stranger"]
+
+
+PERSON = {"messages": [{"role": "user", "content": "My name is Anna. What is my name?"}], "model": "tiny-vl"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 1.8, "seed": 1, "top_p": 0.9},
+        {"temperature": 1, "seed": 2, "presence_penalty": 1, "extra_body": {"top_k": 5, "repetition_penalty": 1.2}},
+    ],
+)
+def test_every_answer_is_json_of_the_schema(client, options):
+    """However tokens are chosen, streamed and whole; log-probabilities tell of all of it."""
+    request = PERSON | options | {"response_format": Person, "logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.parse(**request).choices[0]
+    with client.chat.completions.stream(**request) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert isinstance(whole.message.parsed, Person)
+    assert streamed.message.content == whole.message.content
+    for choice in (whole, streamed):
+        told = b"".join(bytes(token.bytes) for token in choice.logprobs.content)
+        assert told.decode() == choice.message.content
+        assert all(-1000 < token.logprob <= 0 and len(token.top_logprobs) == 2 for token in choice.logprobs.content)
+    assert any(token.token not in {best.token for best in token.top_logprobs} for token in whole.logprobs.content), (
+        "JSON is not what this model would have written"
+    )
+
+
+def test_a_demanded_call_fits_its_schema(client):
+    names = {"name": {"enum": ["Anna", "Bo"]}}
+    schema = {"type": "object", "properties": names, "required": ["name"], "additionalProperties": False}
+    function = {"name": "greet", "parameters": schema, "strict": True}
+    choice = {"type": "function", "function": {"name": "greet"}}
+    answer = client.chat.completions.create(
+        **PERSON, tools=[{"type": "function", "function": function}], tool_choice=choice
+    ).choices[0]
+    [call] = answer.message.tool_calls
+    assert (call.function.name, answer.finish_reason) == ("greet", "tool_calls")
+    assert json.loads(call.function.arguments)["name"] in ("Anna", "Bo")
+
+
 def test_a_stop_string_is_not_in_the_text(client):
     assert streamed(client, [{"role": "user", "content": "Count from 1 to 20"}], stop=["7, 8"]) == "1, 2, 3, 4, 5, 6, "
 
@@ -219,3 +269,23 @@ def test_health_and_models(tiny_url):
     assert (health["status"], health["model"], health["max_seq"], health["max_queued"]) == ("ok", "tiny-vl", 512, 16)
     listed = httpx.get(f"{tiny_url}/v1/models").json()
     assert [entry["id"] for entry in listed["data"]] == ["tiny-vl"]
+
+
+def test_a_short_video(client):
+    """tiny-vl has not learned videos: its prompt has them, as groups of frames with their times, and it answers."""
+    frames = [data_url(picture().rotate(10 * turn)) for turn in range(3)]
+    question = {"type": "text", "text": "What is in this picture?"}
+    parts = [{"type": "video_frames", "video_frames": frames, "fps": 1}, question]
+    answer = client.chat.completions.create(
+        model="tiny-vl",
+        messages=[{"role": "user", "content": parts}],
+        max_tokens=20,
+        extra_body={"stream_options": {"include_tokens": True}},
+    )
+    tokenizer = Tokenizer.from_folder(PRETRAINED / "tiny-vl")
+    ids = answer.model_extra["history_tokens"]
+    assert ids.count(tokenizer.id_of("<|vision_start|>")) == ids.count(tokenizer.id_of("<|vision_end|>")) == 2
+    assert ids.count(tokenizer.id_of("<|video_pad|>")) == 2 * 9, "25 tokens are the budget: 3 x 3 for each group"
+    assert "<0.5 seconds><2.0 seconds>What is in this picture?" in tokenizer.decode(ids)
+    assert len(ids) == answer.usage.total_tokens
+    assert answer.choices[0].message.content

@@ -147,7 +147,7 @@ async def test_a_client_that_never_finishes_a_refused_body_is_cut_off(monkeypatc
     monkeypatch.setattr(connection, "SILENCE_SECONDS", 0.1)
     async with scripted_server(max_connections=1) as server, asyncio.timeout(10):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(b"POST /v1/nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nsome")
+        writer.write(b"POST /v1/nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nsome")
         answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 404")
         assert b"\r\nconnection: close\r\n" in answer.lower()
@@ -222,15 +222,15 @@ async def test_a_prompt_longer_than_the_context():
 @pytest.mark.parametrize(
     ("request_bytes", "status"),
     [
-        (b"GET ?query HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"200"),
-        (b"GET //health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"200"),
-        (b"GET * HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"404"),
-        (b"GET http://elsewhere/health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"200"),
+        (b"GET ?query HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", b"200"),
+        (b"GET //health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", b"200"),
+        (b"GET * HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", b"404"),
+        (b"GET http://elsewhere/health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", b"200"),
         (b"GET /health HTTP/1.0\r\n\r\n", b"200"),
-        (b"HEAD /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"200"),
+        (b"HEAD /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", b"200"),
         (b"NONSENSE\r\n\r\n", b"400"),
-        (b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: nine\r\n\r\n", b"400"),
-        (b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 70_000 + b"\r\n\r\n", b"431"),
+        (b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: nine\r\n\r\n", b"400"),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 70_000 + b"\r\n\r\n", b"431"),
     ],
 )
 async def test_requests_as_only_raw_sockets_send_them(server, request_bytes, status):
@@ -241,7 +241,7 @@ async def test_requests_as_only_raw_sockets_send_them(server, request_bytes, sta
 
 @pytest.mark.parametrize("path", ["/health", "/v1/chat/completions", "/nowhere"])
 async def test_websockets_are_refused(server, caplog, path):
-    handshake = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    handshake = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
     handshake += "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
     head, _, content = (await raw(server, handshake.encode())).partition(b"\r\n\r\n")
     assert head.split(b" ", 2)[1] == b"404"
@@ -251,7 +251,7 @@ async def test_websockets_are_refused(server, caplog, path):
 
 
 async def test_two_requests_at_once_on_one_connection(server):
-    one = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    one = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     answer = await raw(server, one + one.replace(b"x\r\n", b"x\r\nConnection: close\r\n"))
     assert answer.count(b"HTTP/1.1 200") == 2
 

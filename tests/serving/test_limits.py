@@ -50,7 +50,7 @@ async def idle_connections(server: Server, count: int) -> list[tuple[asyncio.Str
     """Connections on which one request has been served."""
     opened = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(count)]
     for reader, writer in opened:
-        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
     return opened
 

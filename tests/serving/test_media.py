@@ -234,7 +234,7 @@ async def test_videos_and_pictures_side_by_side(server):
 async def test_a_video_costs_no_more_than_a_picture(server):
     """The scripted model's budget is 64 tokens: the more frames, the smaller they become."""
     for groups in (1, 4, 16):
-        large = [data_url(png(800, 600))] * 2 * groups
+        large = [data_url(png(400, 300))] * 2 * groups
         shown, _ = await prompt_of(server, filmed({"type": "video_frames", "video_frames": large}))
         [tokens] = {len(group) for group in re.findall(r"\[(\.+)\]", shown)}
         assert shown.count("[") == groups

@@ -18,6 +18,8 @@ from PIL import Image
 pytest.importorskip("playwright")
 from playwright.async_api import Page, expect
 
+from serving.media import MOST_MEDIA
+
 from .browser import EXECUTABLE, WHY_NOT, launched
 from .conftest import scripted_server
 from .make_page_picture import parsed, take
@@ -38,17 +40,20 @@ async def browser():
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def tab(browser):
-    """Opens a tab of its own for a server; the page must report no error of its own in it."""
+    """Opens a server's page in a tab, of a browser profile of its own or `beside` another tab. The page must report no
+    error of its own in it."""
     contexts, complaints = [], []
 
-    async def opened(server, **options) -> Page:
-        contexts.append(await browser.new_context(base_url=server.url, **options))
-        page = await contexts[-1].new_page()
+    async def opened(server, beside: Page | None = None, wait: bool = True, **options) -> Page:
+        if beside is None:
+            contexts.append(await browser.new_context(base_url=server.url, **options))
+        page = await (beside.context if beside else contexts[-1]).new_page()
         page.set_default_timeout(60_000)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda line: complaints.append(line.text) if line.type == "error" else None)
         await page.goto("/")
-        await page.locator("body[data-ready]").wait_for()
+        if wait:
+            await page.locator("body[data-ready]").wait_for()
         return page
 
     yield opened
@@ -66,6 +71,14 @@ async def serving(answer=say_what_the_user_said, model=None, **settings):
 async def send(page: Page, text: str) -> None:
     await page.get_by_role("textbox", name="Message").fill(text)
     await page.keyboard.press("Enter")
+
+
+async def send_in_vain(page: Page, server, text: str) -> None:
+    """Sends a message that the server refuses."""
+    server.engine.state = "draining"
+    await send(page, text)
+    await expect(page.locator("#messages > li").last.get_by_role("alert")).to_be_visible()
+    server.engine.state = "ok"
 
 
 async def ask(page: Page, text: str) -> str:
@@ -127,6 +140,47 @@ async def test_pictures_by_button_and_removal(tab):
         await expect(page.locator("#pictures img")).to_have_count(0)
         await expect(page.locator(".question img")).to_have_count(2)
         assert await ask(page, "and now?") == "no picture"
+
+
+async def test_a_conversation_takes_as_many_pictures_as_a_request(tab):
+    async with serving(sizes) as server:
+        page = await tab(server)
+        chosen, remark = page.locator("#pictures img"), page.locator("#picture-remark")
+        more_than_half = [png(40, 30)] * (MOST_MEDIA // 2 + 1)
+        await page.locator("#files").set_input_files(more_than_half)
+        await expect(chosen).to_have_count(len(more_than_half))
+        await ask(page, "these")
+        await page.locator("#files").set_input_files(more_than_half)
+        await expect(remark).to_contain_text(f"at most {MOST_MEDIA} pictures")
+        await expect(chosen).to_have_count(MOST_MEDIA - len(more_than_half))
+        assert (await ask(page, "and these")).count("40x30") == MOST_MEDIA - len(more_than_half)
+        await page.locator("#files").set_input_files([png(40, 30)])
+        await expect(remark).to_contain_text(f"at most {MOST_MEDIA} pictures")
+        await expect(chosen).to_have_count(0)
+        assert await ask(page, "and now?") == "no picture"
+
+
+HELD_FILES = """() => {
+  const read = FileReader.prototype.readAsDataURL;
+  window.reading = new Promise((begun) => {
+    FileReader.prototype.readAsDataURL = function (file) {
+      window.release = () => read.call(this, file);
+      begun();
+    };
+  });
+}"""
+
+
+async def test_a_message_waits_for_its_pictures(tab):
+    async with serving(sizes) as server:
+        page = await tab(server)
+        await page.evaluate(HELD_FILES)
+        await page.locator("#files").set_input_files([png(40, 30)])
+        await page.evaluate("() => reading")
+        await send(page, "what is this?")
+        await expect(page.get_by_role("textbox", name="Message")).to_have_value("what is this?")
+        await page.evaluate("() => release()")
+        await expect(page.locator(".answer:not(.arriving) .text")).to_have_text("40x30")
 
 
 PASTE = """([name, data]) => {
@@ -193,6 +247,43 @@ async def test_a_refusal_is_told_in_plain_words_and_can_be_tried_again(tab):
         await expect(page.locator(".answer .text")).to_have_text("hello")
         await expect(notice).to_have_count(0)
         await expect(page.locator(".question")).to_have_count(1)
+
+
+async def test_only_the_last_message_can_be_put_again_and_only_while_nothing_arrives(tab):
+    model = ScriptedModel(hold_at=3)
+    async with serving(model=model) as server:
+        page = await tab(server)
+        ways = page.get_by_role("button", name=re.compile("Try again|Edit message"))
+        await send_in_vain(page, server, "first")
+        await expect(ways).to_have_text(["Try again", "Edit message"])
+        await send(page, "second")
+        await expect(page.locator(".arriving .text")).to_have_text("s")
+        await expect(ways).to_have_count(0)
+        model.gate.set()
+        await expect(page.locator(".answer:not(.arriving)")).to_have_count(2)
+        await expect(ways).to_have_count(0)
+        await send_in_vain(page, server, "third")
+        await expect(ways).to_have_text(["Try again", "Edit message"])
+        await page.get_by_role("textbox", name="Message").fill("fourth")
+        await page.get_by_role("button", name="Edit message").click()
+        await expect(page.get_by_role("textbox", name="Message")).to_have_value("third\nfourth")
+        assert await page.locator(".question .text").all_inner_texts() == ["first", "second"]
+        assert server.engine.total_requests == 1
+
+
+async def test_a_conversation_that_is_larger_than_the_server_takes(tab):
+    async with serving(sizes, max_body_bytes=20_000) as server:
+        page = await tab(server)
+        data = io.BytesIO()
+        Image.new("RGB", (1500, 1500)).save(data, "BMP")  # more than lies in sockets while the server refuses it
+        large = {"name": "large.bmp", "mimeType": "image/bmp", "buffer": data.getvalue()}
+        await page.locator("#files").set_input_files([png(40, 30), large])
+        await expect(page.locator("#pictures img")).to_have_count(2)
+        await send(page, "what is this?")
+        await expect(page.get_by_role("alert")).to_contain_text("larger than the server takes")
+        await page.get_by_role("button", name="Edit message").click()
+        await page.get_by_role("button", name="Remove large.bmp").click()
+        assert await ask(page, "") == "40x30"
 
 
 async def test_a_full_waiting_room(tab):
@@ -349,6 +440,8 @@ print("<b>")
 | a | b |
 |---|--:|
 | 1 | 2 |
+| 3 |
+| 4 | 5 | 6 |
 """
 
 
@@ -367,7 +460,7 @@ async def test_markdown_becomes_elements(tab):
         assert await text.locator("ol > li").count() == 2
         assert await text.locator("ol > li > ul > li").inner_text() == "inner"
         assert await text.locator("pre").inner_text() == 'print("<b>")'
-        assert await text.locator("td").all_inner_texts() == ["1", "2"]
+        assert await text.locator("td").all_inner_texts() == ["1", "2", "3", "4", "5"]
 
 
 async def test_markdown_takes_texts_that_are_nothing_but_marks(tab):
@@ -387,6 +480,47 @@ async def test_markdown_takes_texts_that_are_nothing_but_marks(tab):
         assert len(shown) == len(texts)
         for piece in ("a", "<", "["):
             assert shown[pieces.index(piece)] == texts[pieces.index(piece)]
+
+
+LONG_TEXTS = {
+    "a wide table": lambda size: "\n".join(piece * (size // 6) for piece in ("|a", "|-", "|b")),
+    "a wide table of short rows": lambda size: "\n".join(["|a" * (size // 6), "|-" * (size // 6), "|\n" * (size // 6)]),
+    "growing runs": lambda size: "a".join("`" * length for length in range(1, int((2 * size) ** 0.5))),
+} | {
+    piece: lambda size, piece=piece: piece * (size // len(piece))
+    for piece in [
+        "# a|b\n-|-\n", "> > > > > > -|-\n", "- a|b\n|-|-\n", "a|b\n", "- a\n  - b\n", "1. a\n\n   b\n", "```\n~~~\n",
+        "[a](", "[*a](b) ", "[" * 40 + "](x ", "*a **b ***c _d __e ~~f `g ", "http://a ", "\\",
+    ]
+}  # fmt: skip
+WORK = """async (texts) => {
+  const { parseBlocks, parseInline } = await import("/page/markdown.mjs?counted");
+  const inline = ({ text, items, blocks, head, rows }) => [
+    text ?? [], head ?? [], rows ?? [], (items ?? []).map((item) => item.map(inline)), (blocks ?? []).map(inline),
+  ].flat(Infinity);
+  for (const text of texts) for (const part of parseBlocks(text).flatMap(inline)) parseInline(part);
+}"""
+
+
+async def test_the_work_of_markdown_grows_no_faster_than_the_text(tab):
+    async with serving() as server:
+        page = await tab(server)
+        profiler = await page.context.new_cdp_session(page)
+        await profiler.send("Profiler.enable")
+        await profiler.send("Profiler.startPreciseCoverage", {"callCount": True, "detailed": True})
+
+        async def work(texts: list[str]) -> int:
+            """How many blocks of markdown.mjs are executed."""
+            await profiler.send("Profiler.takePreciseCoverage")
+            await page.evaluate(WORK, texts)
+            found = (await profiler.send("Profiler.takePreciseCoverage"))["result"]
+            [functions] = [script["functions"] for script in found if script["url"].endswith("?counted")]
+            return sum(part["count"] for function in functions for part in function["ranges"])
+
+        await work([])
+        for name, text in LONG_TEXTS.items():
+            once, fourfold = await work([text(3_000)]), await work([text(12_000)])
+            assert 1_000 < once < fourfold < 5 * once, name
 
 
 async def test_a_reload_keeps_the_conversation_until_it_is_deleted(tab):
@@ -410,6 +544,115 @@ async def test_a_reload_keeps_the_conversation_until_it_is_deleted(tab):
         await page.locator("body[data-ready]").wait_for()
         await expect(page.locator("#messages > li")).to_have_count(0)
         assert await ask(page, "three") == "1 turns, no picture"
+
+
+async def test_what_has_come_of_an_answer_outlives_the_page(tab):
+    model = ScriptedModel(answer=lambda _: "abcdefgh", hold_at=5)
+    async with serving(model=model) as server:
+        page = await tab(server)
+        await send(page, "go")
+        await expect(page.locator(".arriving .text")).to_have_text("abc")
+        await page.reload()
+        await expect(page.locator(".answer .text")).to_have_text("abc")
+        await expect(page.get_by_role("alert")).to_contain_text("complete")
+        model.gate.set()
+        await page.get_by_role("button", name="Try again").click()
+        await expect(page.locator(".answer:not(.arriving) .text")).to_have_text("abcdefgh")
+        assert model.dropped == 1
+
+
+HIDE = """() => {
+  Object.defineProperty(document, "hidden", { value: true, configurable: true });
+  document.dispatchEvent(new Event("visibilitychange"));
+}"""
+
+
+async def test_tabs_have_one_conversation_and_undo_nothing_of_each_other(tab):
+    model = ScriptedModel()
+    async with serving(model=model) as server:
+        one = await tab(server)
+        other = await tab(server, beside=one)
+
+        async def both_show(*texts: str) -> None:
+            for page in (one, other):
+                await expect(page.locator("#messages .text")).to_have_text(texts)
+
+        await ask(other, "a1")
+        await both_show("a1", "a1")
+        await one.evaluate(HIDE)
+        await other.reload()
+        await both_show("a1", "a1")
+        await ask(one, "b2")
+        await both_show("a1", "a1", "b2", "b2")
+
+        model.hold_at = model.begun + 3
+        await send(one, "c3")
+        await expect(one.locator(".arriving .text")).to_have_text("c")
+        await expect(other.get_by_text("This message has not been answered yet.")).to_be_visible()
+        await one.evaluate(HIDE)
+        await expect(other.get_by_role("alert")).to_have_text(re.compile("This answer is not complete"))
+        await send(other, "d4")
+        await expect(one.locator(".question")).to_have_count(4)
+        await expect(one.get_by_role("button", name="Try again")).to_have_count(0)
+        await server.until(lambda: server.engine.queued == 1)
+        model.gate.set()
+        await both_show("a1", "a1", "b2", "b2", "c3", "c3", "d4", "d4")
+        await one.reload()
+        await both_show("a1", "a1", "b2", "b2", "c3", "c3", "d4", "d4")
+
+        model.hold_at = model.begun + 3
+        await send(one, "e5")
+        await expect(one.locator(".arriving .text")).to_have_text("e")
+        await other.get_by_role("button", name="New conversation").click()
+        await other.get_by_role("button", name="Delete it").click()
+        await expect(one.locator("#messages > li")).to_have_count(0)
+        await expect(one.get_by_role("button", name="Send")).to_be_visible()
+        model.gate.set()
+        await server.until(lambda: model.dropped == 1)
+        assert await ask(one, "f6") == "f6"
+        await both_show("f6", "f6")
+
+
+HOLD_STORE = """() => new Promise((held) => {
+  const opening = indexedDB.open("kestrel-jax");
+  opening.onsuccess = () => {
+    const store = opening.result.transaction("turns", "readwrite").objectStore("turns");
+    const hold = () => window.released || (store.count().onsuccess = hold);
+    hold();
+    held();
+  };
+})"""
+
+
+async def test_a_message_waits_for_the_conversation_that_it_belongs_to(tab):
+    async with serving(lambda messages: f"{len(messages)} turns") as server:
+        one = await tab(server)
+        await ask(one, "first")
+        await one.evaluate(HOLD_STORE)
+        other = await tab(server, beside=one, wait=False)
+        await send(other, "second")
+        await expect(other.locator("#server")).to_have_text("scripted ready")
+        await expect(other.get_by_role("textbox", name="Message")).to_have_value("second")
+        await one.evaluate("window.released = true")
+        texts = ["first", "1 turns", "second", "3 turns"]
+        await expect(other.locator("#messages .text")).to_have_text(texts)
+        await other.reload()
+        await expect(other.locator("#messages .text")).to_have_text(texts)
+
+
+async def test_a_browser_that_keeps_nothing(tab):
+    async with serving(lambda messages: f"{len(messages)} turns") as server:
+        page = await tab(server)
+        await page.add_init_script("IDBFactory.prototype.open = () => { throw new Error('no'); }")
+        await page.reload()
+        await page.locator("body[data-ready]").wait_for()
+        assert await ask(page, "first") == "1 turns"
+        await send_in_vain(page, server, "second")
+        await page.get_by_role("button", name="Edit message").click()
+        assert await ask(page, "third") == "3 turns"
+        await page.reload()
+        await page.locator("body[data-ready]").wait_for()
+        await expect(page.locator("#messages > li")).to_have_count(0)
 
 
 async def test_a_conversation_can_be_deleted_while_an_answer_arrives(tab):
@@ -450,6 +693,20 @@ async def test_settings_are_kept_and_sent(tab):
         await page.get_by_role("button", name="Leave all to the server").click()
         await page.keyboard.press("Escape")
         assert await ask(page, "count") == "0123456789"
+
+
+async def test_tabs_have_the_same_settings(tab):
+    async with serving() as server:
+        one = await tab(server)
+        other = await tab(server, beside=one)
+        for page, name, value in ((one, "Temperature", "0.7"), (other, "Seed", "42")):
+            await page.get_by_role("button", name="Settings").click()
+            await page.get_by_label(name).fill(value)
+            await expect((other if page is one else one).locator(f"#setting-{name.lower()}")).to_have_value(value)
+        await other.get_by_role("button", name="Done").click()
+        await ask(other, "hello")
+        [sampling] = server.model.sampling
+        assert (sampling.temperature, sampling.seed) == (0.7, 42)
 
 
 async def test_keyboard_alone(tab):

@@ -13,9 +13,9 @@ from .conftest import Server, scripted_server
 from .scripted_model import ScriptedModel
 from .test_metrics import read
 
-HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 SHORT = 0.2  # seconds
-POST = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
+POST = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
 TOP = tuple((token, -1.0) for token in range(65, 85))  # makes frames of 1.6 kB
 
 
@@ -54,7 +54,7 @@ async def trickle(writer: asyncio.StreamWriter, data: bytes) -> None:
         await asyncio.sleep(SHORT / 20)
 
 
-@pytest.mark.parametrize("begun", [b"GET /hea", b"GET /health HTTP/1.1\r\nHost: x\r\n", POST])
+@pytest.mark.parametrize("begun", [b"GET /hea", b"GET /health HTTP/1.1\r\nHost: localhost\r\n", POST])
 async def test_a_head_that_is_never_finished(begun):
     async with scripted_server(header_timeout=SHORT) as server:
         reader, writer = await connect(server, begun)
@@ -254,9 +254,9 @@ async def test_stray_bytes_with_a_request_do_not_hide_that_the_client_leaves():
     ("data", "status"),
     [
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
-        (b"GET /health HTTP/3.0\r\nHost: x\r\n\r\n", 505),
+        (b"GET /health HTTP/3.0\r\nHost: localhost\r\n\r\n", 505),
         (b"NONSENSE\r\n\r\n", 400),
-        (b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 70_000 + b"\r\n\r\n", 431),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 70_000 + b"\r\n\r\n", 431),
     ],
 )
 async def test_what_is_wrong_with_a_head_is_said_in_json(data, status):
