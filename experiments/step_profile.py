@@ -25,7 +25,6 @@ KERNELS = {
 }
 FILES = {
     "sampling.py": "sampling",
-    "cache.py": "cache writes",
     "ops.py": "embedding",
     "reference.py": "embedding",
     "rope.py": "norms, rope, elementwise",

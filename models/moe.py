@@ -11,6 +11,7 @@ from models.config import MoeConfig
 from models.kernels import ops, reference
 from models.layers import DECODE_ROWS, Linear, RMSNorm, quantised_room, stored_weight, unfilled
 from models.quantisation import Format
+from models.row_sums import row_sums
 
 
 class Experts(nnx.Module):
@@ -82,9 +83,11 @@ class MoeBlock(nnx.Module):
         probabilities = self.probabilities(tokens)
         shares, experts = jax.lax.top_k(probabilities, self.config.top_k)
         if self.config.normalise:
-            shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
+            shares = shares / row_sums(shares)[..., None]
         return shares, experts
 
     def probabilities(self, tokens: Float[Array, "tokens hidden"]) -> Float[Array, "tokens experts"]:
         """The router's float32 distribution over all experts."""
-        return jax.nn.softmax(self.gate(tokens), axis=-1)
+        logits = self.gate(tokens)
+        likelihoods = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+        return likelihoods / row_sums(likelihoods)[..., None]

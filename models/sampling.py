@@ -18,10 +18,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from models.errors import ConfigError
+from models.row_sums import row_sums
 
 MAX_TOP_LOGPROBS = 20
 ONE_AS_BITS = 0x3F800000  # the bit pattern of float32 1.0
-LANES = 1024
 ALL_TOKENS = np.uint32(0xFFFFFFFF)  # a word of a constraint that lets its 32 tokens through
 
 
@@ -221,12 +221,12 @@ def _draw(logits: Float[Array, "batch vocab"], state: SamplingState) -> Int[Arra
     temperature = jnp.where(state.temperature > 0, state.temperature, 1.0)
     logits = logits / temperature[:, None]
     likelihoods = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
-    probabilities = likelihoods / _row_sums(likelihoods)[:, None]
+    probabilities = likelihoods / row_sums(likelihoods)[:, None]
     everything = jnp.full_like(state.top_k, logits.shape[-1])
     kept = _keep_best(probabilities, jnp.where(state.top_k > 0, state.top_k, everything).astype(jnp.float32), _ones)
     best = jnp.max(probabilities, axis=-1, keepdims=True)
     kept = jnp.where(kept >= state.min_p[:, None] * best, kept, 0.0)
-    mass = _row_sums(kept)
+    mass = row_sums(kept)
     kept = jnp.where(state.top_p[:, None] < 1, _keep_best(kept, state.top_p * mass, _mass), kept)
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
@@ -254,7 +254,7 @@ def _keep_best(
     weights = weigh(probabilities)
 
     def weight_from(threshold: Float[Array, " batch"]) -> Float[Array, " batch"]:
-        return _row_sums(jnp.where(probabilities >= threshold[:, None], weights, 0.0))
+        return row_sums(jnp.where(probabilities >= threshold[:, None], weights, 0.0))
 
     def halve(_: int, bounds: tuple[Int[Array, " batch"], Int[Array, " batch"]]) -> tuple[Array, Array]:
         low, high = bounds
@@ -270,17 +270,6 @@ def _keep_best(
     before = jnp.cumsum(jnp.where(tied, weights, 0.0), axis=-1) - weights
     needed_tie = tied & (before < (wanted - above)[:, None])
     return jnp.where((probabilities > threshold) | needed_tie, probabilities, 0.0)
-
-
-def _row_sums(values: Float[Array, "batch vocab"]) -> Float[Array, " batch"]:
-    """The sum of each row, in an order that does not depend on the number of rows, as that of XLA's sum over the last
-    axis does: over stretches of `LANES` values one after the other, then halves of what is left."""
-    padded = jnp.pad(values, [(0, 0), (0, -values.shape[-1] % LANES)])
-    sums = jnp.sum(padded.reshape(len(values), -1, LANES), axis=1)
-    while sums.shape[-1] > 1:
-        first, second = jnp.split(sums, 2, axis=-1)
-        sums = first + second
-    return sums[:, 0]
 
 
 def _first_largest(values: Float[Array, "batch vocab"]) -> Int[Array, " batch"]:
@@ -303,7 +292,7 @@ def _describe(
     """`first` is the model's own first choice."""
     others = jnp.where(_places(logits) == first[:, None], -jnp.inf, logits)
     largest = jnp.max(logits, axis=-1, keepdims=True)
-    normaliser = largest + jnp.log(_row_sums(jnp.exp(logits - largest)))[:, None]
+    normaliser = largest + jnp.log(row_sums(jnp.exp(logits - largest)))[:, None]
     best = min(MAX_TOP_LOGPROBS, logits.shape[-1])
     top_logits, top_tokens = jax.lax.cond(
         jnp.any(wanted > 0),

@@ -72,7 +72,7 @@ class Access:
         """Where no key is asked for, a web page could reach the server under a name of its own that it lets point here
         (DNS rebinding), and so pass for the server's own page."""
         name = HOST.fullmatch(request.host)[1].lower()
-        if self._keys or name in self._hosts or name.endswith(".localhost") or is_address(name):
+        if self._keys or not name or name in self._hosts or name.endswith(".localhost") or is_address(name):
             return
         message = f"'{name:.80}' is not a name of this server; --allowed-host makes it one"
         raise ApiError(403, message, code="forbidden_host")

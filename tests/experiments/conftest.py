@@ -1,7 +1,7 @@
 """A vocabulary and a pair of models like the small trained ones, but small enough to train in a test."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +50,9 @@ class TaughtLittle(TinyModel):
 
     def tasks(self) -> dict[str, Task]:
         return {self.task: super().tasks()[self.task]}
+
+    def phases(self) -> list[tuple[float, Mapping[str, float]]]:
+        return [(share, dict.fromkeys(weights, 0.0) | {self.task: 1.0}) for share, weights in super().phases()]
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ async def test_a_failure_in_a_stream_is_seen():
     content = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
     content["example"]["stream"] = True
     model = ScriptedModel()
-    model.stream = None
+    model.items = None
     with pytest.raises(FailureGroup) as found:
         await send(document, model, 20)
     assert any("the stream failed" in str(failure) for failure in found.value.exceptions)

@@ -96,14 +96,14 @@ def test_chosen_experts_are_those_of_random_choices():
 def test_decode_turns_begin_at_their_context_and_copy_no_cache():
     steps = DecodeSteps("tiny-moe", "q4", "int8", [(20, 2)], steps=3)
     held = steps.held[20, 2]
-    place = held.cache.layers[0].keys.unsafe_buffer_pointer()
-    for _ in range(2):
+    place = held.layers[0].keys.unsafe_buffer_pointer()
+    for turn in range(2):
         sample = steps.decode(20, 2, 3)
         assert len(sample["ms"]) == 3
-        assert held.cache.length.tolist() == [20 + WARM_STEPS + 3] * 2
-        assert held.cache.layers[0].keys.unsafe_buffer_pointer() == place
+        assert held.sampling.step.tolist() == [(turn + 1) * (WARM_STEPS + 3)] * 2
+        assert held.layers[0].keys.unsafe_buffer_pointer() == place
         assert 0 < sample["resident"] <= sample["peak"]
-    assert not np.array_equal(*np.asarray(held.cache.layers[0].keys))  # rows differ
+    assert not np.array_equal(*np.asarray(held.layers[0].keys))  # rows differ
 
 
 @pytest.mark.parametrize("name", ["tiny-vl", "tiny-moe", "qwen3-vl-2b", "qwen3-30b-a3b"])
@@ -175,7 +175,7 @@ def test_a_profile_finds_the_parts_of_a_step():
     assert rows["kestrel_attention"]["runs"] == text.layers
     assert rows["kestrel_experts"]["runs"] == len(text.moe_layers)
     groups = {row["group"] for row in found["rows"]}
-    assert {"matrix products", "attention", "sampling", "embedding", "cache writes", "router", "host"} <= groups
+    assert {"matrix products", "attention", "sampling", "embedding", "router", "host"} <= groups
     assert sum(row["ms"] for row in found["rows"]) == pytest.approx(fmean(found["traced_ms"]))
     assert all(row["ms"] >= 0 for row in found["rows"])
 

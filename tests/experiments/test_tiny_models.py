@@ -23,9 +23,10 @@ def taught(model: TinyModel) -> set[str]:
 
 
 def test_every_task_has_its_weights_and_every_weight_a_task() -> None:
-    assert set(WEIGHTS) == set(COPYING_WEIGHTS) == set.union(*map(taught, TINY_MODELS.values()))
-    assert min(WEIGHTS.values()) > 0
-    assert min(COPYING_WEIGHTS.values()) > 0
+    everything = set.union(*map(taught, TINY_MODELS.values()))
+    for _, weights in [phase for model in TINY_MODELS.values() for phase in model.phases()]:
+        assert set(weights) == everything
+        assert min(weights.values()) > 0
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
@@ -38,6 +39,10 @@ def test_the_copying_mix_is_mostly_copying(name: str) -> None:
 
 def test_phases_leave_most_of_the_time_to_everything() -> None:
     assert 0 < SEEING_UNTIL < SEEING_UNTIL + COPYING_FOR < 0.3
+    for model in TINY_MODELS.values():
+        shares = [share for share, _ in model.phases()]
+        assert shares == sorted(set(shares))
+        assert shares[-1] == 1.0
 
 
 def test_configuration_holds_the_ids_of_the_vocabulary(tiny_tokenizer: Tokenizer) -> None:

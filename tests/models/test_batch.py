@@ -237,7 +237,7 @@ def test_lengths_at_the_end_of_the_context(model):
         assert steps == list(model.generate(prompt, ignore_eos=True, **values))
 
 
-REPETITIVE = ("Repeat after me: QX7 banana QX7 banana QX7 banana QX7 banana", "Count from 1 to 30", "Hello!")
+REPETITIVE = ("复述：北京 上海 北京 上海 北京 上海", "Repeat after me: window guitar HV7M happy lemon river", "Hello!")
 
 
 @pytest.mark.parametrize("rows", [1, 3])

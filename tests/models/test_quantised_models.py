@@ -129,7 +129,7 @@ def test_routers_stay_floats():
     network = models.load("tiny-moe", quant="q4")._inference.network
     for layer in network.layers:
         assert layer.mlp.gate.weight.get_value().dtype == np.float32
-        assert layer.mlp.experts.quantised
+        assert layer.mlp.experts.row_by_row
         assert isinstance(layer.mlp.experts, Experts)
 
 

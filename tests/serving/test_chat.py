@@ -116,7 +116,12 @@ async def test_a_whole_answer(server):
     assert answer["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}]
     assert answer["object"] == "chat.completion"
     prompt = answer["usage"]["prompt_tokens"]
-    assert answer["usage"] == {"prompt_tokens": prompt, "completion_tokens": 4, "total_tokens": prompt + 4}
+    assert answer["usage"] == {
+        "prompt_tokens": prompt,
+        "completion_tokens": 4,
+        "total_tokens": prompt + 4,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert "metrics" not in answer
 
 

@@ -265,6 +265,7 @@ def test_health_and_models(tiny_url):
         "total_requests",
         "max_seq",
         "max_queued",
+        "slots",
     ]
     assert (health["status"], health["model"], health["max_seq"], health["max_queued"]) == ("ok", "tiny-vl", 512, 16)
     listed = httpx.get(f"{tiny_url}/v1/models").json()

@@ -252,7 +252,7 @@ async def test_websockets_are_refused(server, caplog, path):
 
 async def test_two_requests_at_once_on_one_connection(server):
     one = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    answer = await raw(server, one + one.replace(b"x\r\n", b"x\r\nConnection: close\r\n"))
+    answer = await raw(server, one + one.replace(b"localhost\r\n", b"localhost\r\nConnection: close\r\n"))
     assert answer.count(b"HTTP/1.1 200") == 2
 
 

@@ -312,7 +312,7 @@ async def test_both_clients_read_a_prompt_that_is_too_long():
 
 
 async def test_both_clients_read_that_the_key_is_wrong():
-    async with scripted_server(api_key="secret") as server:
+    async with scripted_server(api_keys=("secret",)) as server:
         ours, other = await errors_of(server)
         assert isinstance(ours, anthropic.AuthenticationError)
         assert ours.type == "authentication_error"

@@ -90,13 +90,15 @@ async def test_a_full_queue_is_a_refusal(server, lines):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("fault", [RuntimeError("a fault"), Crash("the end")])
-async def test_a_failure_leaves_its_code_and_what_was_done(server, lines, stream, fault):
+@pytest.mark.parametrize(
+    ("fault", "status", "code"), [(RuntimeError("a fault"), 500, "engine_error"), (Crash("the end"), 503, "error")]
+)
+async def test_a_failure_leaves_its_code_and_what_was_done(server, lines, stream, fault, status, code):
     server.model.faults = {3: fault}
     await server.client.post(COMPLETIONS, json=body("hello", stream=stream))
     line = await the_line(server, lines)
-    assert (line["status"], line["outcome"]) == (200 if stream else 500, "failed")
-    assert line["code"] == "engine_error"
+    assert (line["status"], line["outcome"]) == (200 if stream else status, "failed")
+    assert line["code"] == code
     assert line["generated_tokens"] == 2
     assert "finish_reason" not in line
     assert (await read(server)).value("request_unfinished_total", outcome="failed") == 1
@@ -112,7 +114,7 @@ async def test_requests_that_a_failed_engine_refuses_and_drops(server, lines):
     await server.client.post(COMPLETIONS, json=body("third"))
     await server.until(lambda: len(lines()) == 3)
     assert sorted((line["outcome"], line["code"]) for line in lines()) == [
-        ("failed", "engine_error"),
+        ("failed", "error"),
         ("failed", "error"),
         ("refused", "error"),
     ]
