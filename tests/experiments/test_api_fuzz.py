@@ -13,7 +13,7 @@ from tests.serving.conftest import scripted_server
 from tests.serving.scripted_model import ScriptedModel
 
 DOCUMENT = openapi.document(Settings(model_id="scripted"))
-EXAMPLES = 16
+EXAMPLES = 10
 
 
 def only(path: str) -> dict:

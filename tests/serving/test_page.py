@@ -271,13 +271,13 @@ async def test_only_the_last_message_can_be_put_again_and_only_while_nothing_arr
         assert server.engine.total_requests == 1
 
 
-async def test_a_conversation_that_is_larger_than_the_server_takes(tab):
+async def test_a_conversation_that_is_larger_than_the_server_takes(tab, tmp_path):
+    small, large = tmp_path / "small.png", tmp_path / "large.bmp"
+    small.write_bytes(png(40, 30)["buffer"])
+    Image.new("RGB", (1500, 1500)).save(large)  # more than lies in sockets while the server refuses it
     async with serving(sizes, max_body_bytes=20_000) as server:
         page = await tab(server)
-        data = io.BytesIO()
-        Image.new("RGB", (1500, 1500)).save(data, "BMP")  # more than lies in sockets while the server refuses it
-        large = {"name": "large.bmp", "mimeType": "image/bmp", "buffer": data.getvalue()}
-        await page.locator("#files").set_input_files([png(40, 30), large])
+        await page.locator("#files").set_input_files([small, large])
         await expect(page.locator("#pictures img")).to_have_count(2)
         await send(page, "what is this?")
         await expect(page.get_by_role("alert")).to_contain_text("larger than the server takes")
@@ -613,15 +613,13 @@ async def test_tabs_have_one_conversation_and_undo_nothing_of_each_other(tab):
         await both_show("f6", "f6")
 
 
-HOLD_STORE = """() => new Promise((held) => {
+HOLD_STORE = """async () => {
   const opening = indexedDB.open("kestrel-jax");
-  opening.onsuccess = () => {
-    const store = opening.result.transaction("turns", "readwrite").objectStore("turns");
-    const hold = () => window.released || (store.count().onsuccess = hold);
-    hold();
-    held();
-  };
-})"""
+  await new Promise((opened) => opening.addEventListener("success", opened));
+  const store = opening.result.transaction("turns", "readwrite").objectStore("turns");
+  const hold = () => window.released || (store.count().onsuccess = hold);
+  hold();
+}"""
 
 
 async def test_a_message_waits_for_the_conversation_that_it_belongs_to(tab):
