@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import shlex
 import sys
@@ -42,8 +43,8 @@ async def measure(server: Server, prompt_words: int, seconds: float) -> list[Pro
     probes: list[Probe] = []
 
     async def load() -> None:
-        body = {"prompt": " one two three four" * (prompt_words // 4), "max_tokens": 1}
-        while True:
+        for number in itertools.count():  # which comes first, so that nothing of an earlier prompt can be reused
+            body = {"prompt": f"{number}" + " one two three four" * (prompt_words // 4), "max_tokens": 1}
             status, told = await fetch(server, "POST", "/v1/completions", json.dumps(body).encode())
             if status != 200:
                 raise RuntimeError(f"the prompt was refused: {told}")
