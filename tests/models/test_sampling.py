@@ -208,7 +208,7 @@ def test_rows_take_the_parameters_of_their_slots_and_empty_rows_change_none():
     assert state.counts.sum(axis=1).tolist() == [6, 0, 6, 0, 6]
 
 
-@pytest.mark.parametrize("vocab", [300, 2048, 151_936])
+@pytest.mark.parametrize("vocab", [300, 151_936])
 def test_a_row_is_sampled_in_a_batch_as_alone_to_the_last_bit(vocab):
     random = np.random.default_rng(vocab)
     logits = (random.standard_normal((32, vocab)) * 3).astype(np.float32)
@@ -217,7 +217,7 @@ def test_a_row_is_sampled_in_a_batch_as_alone_to_the_last_bit(vocab):
         for row in range(32)
     ]
     alone = [draw(logits[row : row + 1], params[row])[1] for row in range(0, 32, 5)]
-    for size in (2, 3, 8, 32):
+    for size in (3, 32):
         _, together = draw(logits[:size], *params[:size])
         for row, own in zip(range(0, size, 5), alone, strict=False):
             for one, shared in zip(jax.tree.leaves(own), jax.tree.leaves(together), strict=True):

@@ -24,7 +24,7 @@ def main(library: str) -> None:
     for variant in runnable_variants():
         choose_variant(variant)
         random = np.random.default_rng(0)
-        for _ in range(40):
+        for _ in range(25):
             for call in (call_matmul, call_gated_mlp, call_experts, call_attention):
                 call(random)
                 calls += 1
