@@ -16,7 +16,7 @@ import argparse
 import itertools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -43,7 +43,7 @@ from experiments.llama_cpp import LlamaCpp, LlamaModel
 from models.batch import Batch, BatchLimits
 from models.cache import CacheType
 from models.config import ModelConfig
-from models.generation import Request, Step
+from models.generation import Generation, Request, Step
 from models.images import VisionInput
 from models.sampling import SamplingParams
 
@@ -124,10 +124,10 @@ class Batches:
         """Milliseconds between the tokens of a stream: alone, and while a prompt of `arriving` tokens comes in."""
         batch = self._batch(rows=2, slots=2, reuse=False)
         stream = batch.join(request(self._ids(self.sizes.prompt), self.sizes.context - self.sizes.prompt))
-        alone = gaps(batch, stream, until=lambda: stream.generated >= 12)
+        gaps(batch, stream, until=lambda: True)
+        alone, _ = gaps(batch, stream, until=lambda: stream.generated >= 12)
         late = batch.join(request(self._ids(arriving), 1))
-        chunks: list[float] = []
-        during = gaps(batch, stream, until=lambda: late not in batch.running, chunks=chunks)
+        during, chunks = gaps(batch, stream, until=lambda: late not in batch.running)
         return {"alone_ms": alone, "during_ms": during, "chunk_ms": chunks}
 
     def turns(self, conversation: int) -> dict[str, Any]:
@@ -139,32 +139,35 @@ class Batches:
         return {"first_ms": before, "second_ms": after}
 
     def picture(self, patches: int) -> dict[str, Any]:
-        """Milliseconds to the first token of a question about a picture, and of another question about it."""
+        """Milliseconds to the first token of a question about a picture, and of another question about it. What comes
+        before the picture is the same, as the beginning of a chat template is."""
         config, side = self.inference.config, int(patches**0.5)
         random = np.random.default_rng(next(self._seeds))
         values = random.standard_normal((side * side, config.vision.patch_values), np.float32)
         picture = VisionInput(values, (1, side, side), "image")
         batch = self._batch(slots=2, image_cache_bytes=2**28)
         pads = np.full(picture.tokens(config.vision.merge), config.image_token, np.int32)
-        times = []
+        times, beginning = [], self._ids(8)
         for _ in range(2):
-            ids = np.concatenate([self._ids(8), pads, self._ids(self.sizes.prompt)])
+            ids = np.concatenate([beginning, pads, self._ids(self.sizes.prompt)])
             times.append(first_token(batch, request(ids, 1, [picture]))[0])
         return {"first_ms": times[0], "second_ms": times[1]}
 
 
-def gaps(batch: Batch, stream: Any, until: Any, chunks: list[float] | None = None) -> list[float]:
-    """Milliseconds between the tokens of `stream` until something holds; those of single chunks go to `chunks`."""
-    moments = []
-    while not until():
+def gaps(batch: Batch, stream: Generation, until: Callable[[], bool]) -> tuple[list[float], list[float]]:
+    """Milliseconds between the tokens of `stream`, up to the first one for which `until` holds, and those of every
+    other step. The first gap begins with the call, which should come right after a token."""
+    moments, others = [time.perf_counter()], []
+    while True:
         start = time.perf_counter()
         items = batch.step()
         now = time.perf_counter()
         if any(generation is stream and isinstance(item, Step) for generation, item in items):
             moments.append(now)
-        elif chunks is not None:
-            chunks.append(1e3 * (now - start))
-    return [1e3 * (after - before) for before, after in itertools.pairwise(moments)]
+            if until():
+                return [1e3 * (after - before) for before, after in itertools.pairwise(moments)], others
+        else:
+            others.append(1e3 * (now - start))
 
 
 def first_token(batch: Batch, asked: Request) -> tuple[float, np.ndarray]:
