@@ -46,24 +46,11 @@ from models.config import ModelConfig
 from models.generation import Generation, Request, Step
 from models.images import VisionInput
 from models.sampling import SamplingParams
+from models.text_stream import NoText
 
 ROWS = 8
 QUICK = {"answers": [4, 8], "conversation": 64, "arriving": 64, "patches": 64}
 ROOM = 64  # tokens beyond what a measurement needs
-
-
-class Silent:
-    """Text is not made: it is not what is measured."""
-
-    stopped = False
-
-    def push(self, token_id: int) -> str:
-        """Nothing to show."""
-        return ""
-
-    def finish(self) -> str:
-        """Nothing held."""
-        return ""
 
 
 def random_ids(config: ModelConfig, length: int, seed: int) -> np.ndarray:
@@ -74,7 +61,7 @@ def random_ids(config: ModelConfig, length: int, seed: int) -> np.ndarray:
 
 def request(ids: np.ndarray, tokens: int, visuals: Sequence[VisionInput] = ()) -> Request:
     """A greedy request for exactly `tokens` tokens."""
-    return Request(ids, visuals, tokens, frozenset(), SamplingParams(), Silent())
+    return Request(ids, visuals, tokens, frozenset(), SamplingParams(), NoText())
 
 
 @dataclass(frozen=True)

@@ -59,9 +59,10 @@ class Batch:
         self.images = ImageCache(limits.image_cache_bytes)
         self._inference = inference
         self._context = context
-        self._clear()
+        self.abandon()
 
-    def _clear(self) -> None:
+    def abandon(self) -> None:
+        """Drops all requests and everything kept: after a step that has failed its arrays cannot be used."""
         limits = self.limits
         self.running: list[Generation] = []
         self.slots = SlotTable(
@@ -103,10 +104,6 @@ class Batch:
         if generation in self.running:
             self.running.remove(generation)
             self.slots.release(generation.slot)
-
-    def abandon(self) -> None:
-        """Drops all requests and everything kept: after a step that has failed its arrays cannot be used."""
-        self._clear()
 
     def step(self) -> list[tuple[Generation, Item]]:
         """One unit of work, and what it brought to whom. A request has left with its last step, or with the exception

@@ -29,7 +29,7 @@ from models.quantisation import Scheme, find_scheme
 from models.qwen_vocabulary import QWEN_VOCABULARY, qwen_tokenizer
 from models.sampling import SamplingParams, check_bias
 from models.switches import Switches
-from models.text_stream import TextStream
+from models.text_stream import NoText, TextStream
 from models.tokenizer import Tokenizer
 from models.weights import load_network, random_network, stored_scheme
 
@@ -178,18 +178,6 @@ def _open_text(
         return None
     prompts = PromptBuilder(tokenizer, template, processor, config, context)
     return TextSide(tokenizer, prompts)
-
-
-class _NoText:
-    """Stands in for a text stream where a model has no vocabulary."""
-
-    stopped = False
-
-    def push(self, token_id: int) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""
 
 
 class LoadedModel:
@@ -390,7 +378,7 @@ class LoadedModel:
             max_tokens,
             frozenset() if ignore_eos else self.end_tokens,
             sampling or SamplingParams(),
-            _NoText() if self._text is None else TextStream(self._text.tokenizer, stop),
+            NoText() if self._text is None else TextStream(self._text.tokenizer, stop),
             grammar,
             owner,
         )

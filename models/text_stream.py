@@ -47,6 +47,20 @@ class TextStream:
         return shown
 
 
+class NoText:
+    """Stands in for a text stream where there is no vocabulary, or nobody wants the text."""
+
+    stopped = False
+
+    def push(self, token_id: int) -> str:
+        """Nothing to show."""
+        return ""
+
+    def finish(self) -> str:
+        """Nothing held."""
+        return ""
+
+
 def begun(text: str, marker: str) -> int:
     """Length of the longest end of `text` with which `marker` begins, without being complete."""
     longest = min(len(marker) - 1, len(text))

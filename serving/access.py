@@ -31,8 +31,9 @@ class Access:
         own = ("localhost", socket.gethostname(), socket.getfqdn(), settings.host)
         self._hosts = frozenset(name.lower() for name in (*own, *settings.allowed_hosts))
 
-    def check(self, request: Request) -> Response | None:
-        """The answer to a browser that asks whether an allowed page may send a request; otherwise None.
+    def check(self, request: Request, key: str) -> Response | None:
+        """The answer to a browser that asks whether an allowed page may send a request; otherwise None. `key` is what
+        `key_of` says of the request.
 
         Raises:
             ApiError: 401 without a key; 403 for a name that is not this server's.
@@ -40,7 +41,7 @@ class Access:
         self._check_host(request)
         if self._is_preflight(request):
             return self._preflight(request)
-        if self._keys and not OPEN_PATHS.fullmatch(request.path) and not self.key_of(request):
+        if self._keys and not OPEN_PATHS.fullmatch(request.path) and not key:
             message = "a valid API key is needed, sent as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
             raise ApiError(401, message, code="invalid_api_key")
         return None
@@ -72,7 +73,13 @@ class Access:
         """Where no key is asked for, a web page could reach the server under a name of its own that it lets point here
         (DNS rebinding), and so pass for the server's own page."""
         name = HOST.fullmatch(request.host)[1].lower()
-        if self._keys or not name or name in self._hosts or name.endswith(".localhost") or is_address(name):
+        if (
+            self._keys
+            or not name
+            or name in self._hosts
+            or name.endswith(".localhost")
+            or _address(name.removeprefix("[").removesuffix("]"))
+        ):
             return
         message = f"'{name:.80}' is not a name of this server; --allowed-host makes it one"
         raise ApiError(403, message, code="forbidden_host")
@@ -103,19 +110,15 @@ class Access:
         return Response(status=204, headers=headers)
 
 
-def is_address(host: str) -> bool:
-    """Whether this is an IP address, an IPv6 one in brackets."""
-    try:
-        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return False
-    return True
-
-
 def is_loopback(address: str | None) -> bool:
     """Whether an IP address, also an IPv4 one inside an IPv6 one, is this machine talking to itself."""
+    parsed = _address(address or "")
+    return parsed is not None and (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that this is; None for a name."""
     try:
-        parsed = ipaddress.ip_address(address or "")
+        return ipaddress.ip_address(text)
     except ValueError:
-        return False
-    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
+        return None

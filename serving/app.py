@@ -59,9 +59,8 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
 
     @app.before_request
     async def check_access() -> Response | None:
-        refusal = access.check(request)
         g.owner = access.key_of(request)
-        return refusal
+        return access.check(request, g.owner)
 
     @app.after_request
     async def complete(response: Response) -> Response:

@@ -13,7 +13,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -36,7 +37,7 @@ class Run:
     """A job in the batch: the choice that is being generated, and those to come."""
 
     job: Job
-    left: Iterator[Work]
+    left: deque[Work]
 
 
 class Engine:
@@ -54,12 +55,11 @@ class Engine:
         self.batch: Batch | None = None
         self._settings = settings
         self._runs: dict[Generation, Run] = {}
-        self._min_free_mb = settings.min_free_mb
         self.metrics = Metrics(settings.model_id)
         self.metrics.watch(lambda: self.active, lambda: self.queued)
         self.metrics.watch_state(get_args(State), lambda: self.state)
         self.metrics.watch_slots(self.slots)
-        self.metrics.watch_pictures(lambda: self._pictures("queries"), lambda: self._pictures("hits"))
+        self.metrics.watch_pictures(self.pictures)
         self._load = load
         self._live: set[Job] = set()
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -91,8 +91,11 @@ class Engine:
         table = self.batch.slots
         return {"total": len(table.slots), "running": table.running, "kept_tokens": table.kept_tokens}
 
-    def _pictures(self, what: str) -> int:
-        return getattr(self.batch.images, what) if self.batch else 0
+    def pictures(self) -> dict[str, int]:
+        """Pictures that were needed, and how many of them had been encoded already."""
+        if self.batch is None:
+            return {"queries": 0, "hits": 0}
+        return {"queries": self.batch.images.queries, "hits": self.batch.images.hits}
 
     def counts(self) -> dict[str, int]:
         """Requests by what became of them, and tokens, since the start."""
@@ -114,8 +117,9 @@ class Engine:
         if self.max_queued and len(self._live) >= self._settings.batch_max + self.max_queued:
             message = f"{self.queued} requests are waiting, which is the limit; retry later"
             raise ApiError(429, message, code="queue_full", retry_after=1)
-        if self._min_free_mb and (free := available_bytes() >> 20) < self._min_free_mb:
-            message = f"{free} MB of memory are available, and requests are taken from {self._min_free_mb} MB on"
+        least = self._settings.min_free_mb
+        if least and (free := available_bytes() >> 20) < least:
+            message = f"{free} MB of memory are available, and requests are taken from {least} MB on"
             raise ApiError(503, message, code="insufficient_memory", retry_after=RETRY_SECONDS["memory"])
         job = Job(owner)
         if record := request_log.current():
@@ -228,12 +232,12 @@ class Engine:
             if not job.cancelled and work is not None:
                 job.running = True
                 job.timing.started = time.monotonic()
-                self._next_choice(Run(job, iter(work)))
+                self._next_choice(Run(job, deque(work)))
         return True
 
     def _next_choice(self, run: Run) -> None:
         """Puts the next choice of a job into the batch; a job that cannot be run ends with the reason."""
-        work = next(run.left)
+        work = run.left.popleft()
         try:
             generation = self.batch.join(self._request(run.job, work))
         except KestrelError as error:
@@ -295,12 +299,11 @@ class Engine:
             self._tell(job.deliver, item)
             return None
         del self._runs[generation]
-        job.generated_choices += 1
-        if job.generated_choices == job.choices:
-            self._finish(job, item)
-            return None
-        self._tell(job.deliver, item)
-        return run
+        if run.left:
+            self._tell(job.deliver, item)
+            return run
+        self._finish(job, item)
+        return None
 
     def _lose(self, run: Run, error: Exception) -> None:
         """Ends a job that has failed alone."""

@@ -62,7 +62,6 @@ class Job:
         self.reused_tokens = 0
         self.generated = 0
         self.choices = 1
-        self.generated_choices = 0
         self.finish_reason: str | None = None
         self.failure: ApiError | None = None
         self.work: tuple[Work, ...] | None = None

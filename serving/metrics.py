@@ -87,17 +87,23 @@ class Metrics:
 
     def watch_slots(self, slots: Callable[[], dict[str, int]]) -> None:
         """Shows the slots of the cache."""
-        for key, text in (
-            ("total", "Slots of the cache."),
-            ("running", "Slots that a request uses."),
-            ("kept_tokens", "Tokens of ended requests that are kept in slots."),
-        ):
-            self._new(Gauge, f"cache_slots_{key}", text).set_function(lambda key=key: slots()[key])
+        self._watch_each(
+            "cache_slots",
+            slots,
+            total="Slots of the cache.",
+            running="Slots that a request uses.",
+            kept_tokens="Tokens of ended requests that are kept in slots.",
+        )
 
-    def watch_pictures(self, queries: Callable[[], int], hits: Callable[[], int]) -> None:
+    def watch_pictures(self, pictures: Callable[[], dict[str, int]]) -> None:
         """Shows how many pictures requests had, and how many of them had been encoded before."""
-        self._new(Gauge, "mm_cache_queries", "Pictures that were needed.").set_function(queries)
-        self._new(Gauge, "mm_cache_hits", "Pictures that had been encoded already.").set_function(hits)
+        texts = {"queries": "Pictures that were needed.", "hits": "Pictures that had been encoded already."}
+        self._watch_each("mm_cache", pictures, **texts)
+
+    def _watch_each(self, name: str, numbers: Callable[[], dict[str, int]], **texts: str) -> None:
+        """A gauge for every one of some numbers, with what it means."""
+        for key, text in texts.items():
+            self._new(Gauge, f"{name}_{key}", text).set_function(lambda key=key: numbers()[key])
 
     def prompt_reuse(self, tokens: int, reused: int) -> None:
         """Counts a prompt that enters the batch, and how much of it was in the cache."""

@@ -16,6 +16,7 @@ from models.inference import CHUNKS, VisualFeatures, capacity_for, plan_chunks, 
 from models.positions import rope_positions
 from models.sampling import SamplingParams
 from models.switches import Switches
+from models.text_stream import NoText
 
 from .conftest import IMAGE
 from .vocabularies import small_tokenizer
@@ -42,16 +43,6 @@ def test_batches_grow_by_doubling():
     assert row_buckets(6) == [1, 2, 4, 6]
 
 
-class Silent:
-    stopped = False
-
-    def push(self, token_id: int) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""
-
-
 def picture_prompt(length: int, seed: int = 1):
     """Random ids with one 4x6 picture in the first half, and its patches."""
     random = np.random.default_rng(seed)
@@ -64,7 +55,7 @@ def run(
     inference, ids, visuals, tokens=20, sampling=None, context=1024, end_tokens=frozenset(), grammar=None
 ) -> list[Step]:
     batch = Batch(inference, context, BatchLimits())
-    batch.join(Request(ids, visuals, tokens, end_tokens, sampling or SamplingParams(), Silent(), grammar))
+    batch.join(Request(ids, visuals, tokens, end_tokens, sampling or SamplingParams(), NoText(), grammar))
     steps = []
     while batch.running:
         steps += [item for _, item in batch.step() if isinstance(item, Step)]
