@@ -134,6 +134,20 @@ class Results:
         print(text)
 
 
+def write_results(
+    name: str,
+    options: argparse.Namespace,
+    arguments: Sequence[str],
+    measure: Callable[[argparse.Namespace], Iterable[Sample]],
+    table: Callable[[Sequence[Sample], argparse.Namespace], str],
+) -> None:
+    """Measures, keeps every sample, and writes and prints the table made of them."""
+    results = Results(name, options, arguments, raw="raw.jsonl")
+    for sample in measure(options):
+        results.add(sample)
+    results.write("table.md", table(results.samples, options))
+
+
 def note(options: argparse.Namespace) -> str:
     """How to read a table of these options."""
     text = (

@@ -27,7 +27,6 @@ from experiments.bench import (
     OURS,
     THEIRS,
     Program,
-    Results,
     Sample,
     llama_model_file,
     note,
@@ -37,6 +36,7 @@ from experiments.bench import (
     select,
     spread,
     take_turns,
+    write_results,
 )
 from experiments.bench_steps import config_of, open_inference
 from experiments.llama_cpp import LlamaCpp, LlamaModel
@@ -258,10 +258,7 @@ def main(arguments: Sequence[str]) -> None:
     made.add_argument("--patches", type=int, default=1024, help="of the picture")
     made.add_argument("--prefill-budget", type=int, default=256, help="as the server's")
     options = parse(made, arguments, QUICK)
-    results = Results("bench_batch", options, arguments, raw="raw.jsonl")
-    for sample in measure(options):
-        results.add(sample)
-    results.write("table.md", table(results.samples, options))
+    write_results("bench_batch", options, arguments, measure, table)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from experiments.bench import (
     select,
     spread,
     take_turns,
+    write_results,
 )
 from experiments.bench_steps import DecodeSteps, config_of
 from experiments.llama_cpp import LlamaCpp, LlamaModel
@@ -181,10 +182,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.profile:
         profile(options, Results("bench_decode", options, arguments, raw="profile.jsonl"))
         return
-    results = Results("bench_decode", options, arguments, raw="raw.jsonl")
-    for sample in measure(options):
-        results.add(sample)
-    results.write("table.md", tables(results.samples, options))
+    write_results("bench_decode", options, arguments, measure, tables)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import numpy as np
 from tqdm import tqdm
 
 import models
-from experiments.bench import Results, Sample, parse, parser, spread
+from experiments.bench import Sample, parse, parser, spread, write_results
 from experiments.bench_steps import Memory, config_of, weight_bytes
 from experiments.turns import Subject
 from models.cache import bytes_per_token
@@ -128,10 +128,7 @@ def main(arguments: Sequence[str]) -> None:
     made.add_argument("--tokens", type=int, default=16, help="length of the prompt")
     made.add_argument("--answer", type=int, default=24, help="tokens of the answer after the first")
     options = parse(made, arguments, QUICK)
-    results = Results("bench_open", options, arguments, raw="raw.jsonl")
-    for sample in measure(options):
-        results.add(sample)
-    results.write("table.md", table(results.samples, options))
+    write_results("bench_open", options, arguments, measure, table)
 
 
 if __name__ == "__main__":

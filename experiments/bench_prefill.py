@@ -20,7 +20,6 @@ from experiments.bench import (
     OURS,
     THEIRS,
     Program,
-    Results,
     Sample,
     llama_model_file,
     note,
@@ -30,6 +29,7 @@ from experiments.bench import (
     select,
     spread,
     take_turns,
+    write_results,
 )
 from experiments.bench_steps import Prefill, config_of
 from experiments.llama_cpp import LlamaCpp, LlamaModel
@@ -77,10 +77,7 @@ def main(arguments: Sequence[str]) -> None:
     made = parser("bench_prefill", __doc__.split("\n")[0])
     made.add_argument("--tokens", type=int, nargs="+", default=[24, 123, 258, 512], help="lengths of the prompts")
     options = parse(made, arguments, QUICK)
-    results = Results("bench_prefill", options, arguments, raw="raw.jsonl")
-    for sample in measure(options):
-        results.add(sample)
-    results.write("table.md", table(results.samples, options))
+    write_results("bench_prefill", options, arguments, measure, table)
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ class Prefill:
         start = time.perf_counter()
         layers = inference.new_cache(1, length + 1)
         for chunk in plan_chunks(length):
-            logits, layers = inference.prefill(layers, 0, chunk, ids, positions, None)
+            logits, layers = inference.prefill(layers, inference.chunk_input(0, chunk, ids, positions, None))
             logits.block_until_ready()
         sampled, _ = inference.sample(logits, sampling, 0)
         jax.device_get(sampled)

@@ -143,9 +143,10 @@ class Batch:
 
     def _prefill(self, generation: Generation) -> list[tuple[Generation, Item]]:
         ids, slot = generation.request.token_ids, generation.slot
-        logits, self._layers = self._inference.prefill(
-            self._layers, slot.index, generation.next_chunk, ids, generation.positions, generation.visual
+        chunk = self._inference.chunk_input(
+            slot.index, generation.next_chunk, ids, generation.positions, generation.visual
         )
+        logits, self._layers = self._inference.prefill(self._layers, chunk)
         logits.block_until_ready()  # a chunk that is only queued could neither be timed nor cancelled
         items: list[tuple[Generation, Item]] = [(generation, generation.prefilled())]
         if not generation.left:

@@ -243,37 +243,11 @@ class Inference:
         """The sampling state of slots without a sequence."""
         return start_sampling([(SamplingParams(), np.zeros(0, np.int32))] * slots, self.config.text.vocab)
 
-    def prefill(
-        self,
-        layers: Layers,
-        slot: int,
-        chunk: Chunk,
-        ids: np.ndarray,
-        positions: np.ndarray,
-        visual: VisualFeatures | None,
-    ) -> tuple[Array, Layers]:
-        """Takes one chunk of the prompt (`ids` `[length]`, `positions` `[3, length]`, all its `visual` features) into
-        the cache; logits float32 `[1, vocab]` of the chunk's last token."""
-        given = self._chunk_input(slot, chunk, ids, positions, visual)
-        return self._prefill((chunk.bucket, *_room(layers)), self._decoder.leaves, layers, given)
-
-    def score(
-        self,
-        layers: Layers,
-        slot: int,
-        chunk: Chunk,
-        ids: np.ndarray,
-        positions: np.ndarray,
-        visual: VisualFeatures | None,
-    ) -> tuple[np.ndarray, Layers]:
-        """As `prefill`, with the logits `[tokens, vocab]` of every token of the chunk."""
-        given = self._chunk_input(slot, chunk, ids, positions, visual)
-        logits, layers = self._score((chunk.bucket, *_room(layers)), self._decoder.leaves, layers, given)
-        return np.asarray(logits)[0, : chunk.tokens], layers
-
-    def _chunk_input(
+    def chunk_input(
         self, slot: int, chunk: Chunk, ids: np.ndarray, positions: np.ndarray, visual: VisualFeatures | None
     ) -> ChunkInput:
+        """One chunk of a prompt (`ids` `[length]`, `positions` `[3, length]`, all its `visual` features), which is to
+        go into a slot."""
         taken = slice(chunk.start, chunk.start + chunk.tokens)
         pad = (0, chunk.bucket - chunk.tokens)
         return ChunkInput(
@@ -282,6 +256,15 @@ class Inference:
             np.array([slot, chunk.start, chunk.tokens], np.int32),
             self._visual_tokens(chunk, ids, visual),
         )
+
+    def prefill(self, layers: Layers, chunk: ChunkInput) -> tuple[Array, Layers]:
+        """Takes a chunk into the cache; logits float32 `[1, vocab]` of its last token."""
+        return self._prefill((chunk.ids.shape[1], *_room(layers)), self._decoder.leaves, layers, chunk)
+
+    def score(self, layers: Layers, chunk: ChunkInput) -> tuple[np.ndarray, Layers]:
+        """As `prefill`, with the logits `[tokens, vocab]` of every token of the chunk."""
+        logits, layers = self._score((chunk.ids.shape[1], *_room(layers)), self._decoder.leaves, layers, chunk)
+        return np.asarray(logits)[0, : chunk.place[2]], layers
 
     def _visual_tokens(self, chunk: Chunk, ids: np.ndarray, visual: VisualFeatures | None) -> VisualTokens | None:
         """The features of the chunk's placeholders at their places; for a text model None."""
@@ -370,7 +353,7 @@ class Inference:
             yield lambda: self._copy.compile(room, layers, number, number, number)
         for bucket in CHUNKS:
             chunk = Chunk(0, bucket, bucket)
-            given = self._chunk_input(0, chunk, np.zeros(bucket, np.int32), np.zeros((3, bucket), np.int32), None)
+            given = self.chunk_input(0, chunk, np.zeros(bucket, np.int32), np.zeros((3, bucket), np.int32), None)
             yield lambda bucket=bucket, given=given: self._prefill.compile((bucket, *room), leaves, layers, given)
         for batch in row_buckets(rows):
             yield lambda batch=batch: self._decode.compile(

@@ -264,7 +264,7 @@ class LoadedModel:
         layers = inference.new_cache(1, self.max_context)
         rows = []
         for chunk in plan_chunks(len(ids)):
-            logits, layers = inference.score(layers, 0, chunk, ids, positions, joined)
+            logits, layers = inference.score(layers, inference.chunk_input(0, chunk, ids, positions, joined))
             rows.append(logits)
         return np.concatenate(rows)
 

@@ -67,7 +67,7 @@ def score(inference, ids, visuals) -> np.ndarray:
     seen = VisualFeatures.join([inference.encode(visual.patches, visual.grid) for visual in visuals])
     layers, rows = inference.new_cache(1, len(ids)), []
     for chunk in plan_chunks(len(ids)):
-        logits, layers = inference.score(layers, 0, chunk, ids, positions, seen)
+        logits, layers = inference.score(layers, inference.chunk_input(0, chunk, ids, positions, seen))
         rows.append(logits)
     return np.concatenate(rows)
 
