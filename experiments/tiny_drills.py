@@ -14,6 +14,7 @@ from experiments.tiny_pictures import (
     ask_what,
     ask_where,
     ask_whether,
+    crowded_scene,
     scene,
     show,
 )
@@ -84,7 +85,8 @@ def told(random: Random) -> list[Message]:
 
 def picture(random: Random) -> list[Message]:
     """One picture and five different questions; the description, which would give the rest away, only at the end."""
-    drawn = scene(random, place_clear=random.random() < 0.7)
+    draw = random.choice((scene, crowded_scene))
+    drawn = draw(random, place_clear=random.random() < 0.7)
     asks = [ask_how_many, ask_whether, ask_whether, ask_colour, ask_colour, ask_how_many]
     if all(abs(value * 3 % 1 - 0.5) < 0.3 for shape in drawn.shapes for value in (shape.x, shape.y)):
         asks += [ask_where] * 3
@@ -101,7 +103,20 @@ def picture(random: Random) -> list[Message]:
     return messages
 
 
+def groups(random: Random) -> list[Message]:
+    """The description of a picture in which several groups of shapes have to be counted, then their numbers again."""
+    drawn = crowded_scene(random, place_clear=random.random() < 0.5)
+    question, answer = ask_what(random, drawn)
+    again, number = ask_how_many(random, drawn)
+    return [
+        show(drawn.draw(), vary(random, question)),
+        assistant(answer),
+        {"role": "user", "content": vary(random, again)},
+        assistant(number),
+    ]
+
+
 def drills(pictures: bool) -> dict[str, Task]:
     """The drills of a model by name."""
     text: dict[str, Task] = {"drill: facts": facts, "drill: told": told}
-    return text | ({"drill: picture": picture} if pictures else {})
+    return text | ({"drill: picture": picture, "drill: groups": groups} if pictures else {})

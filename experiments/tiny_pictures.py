@@ -100,6 +100,14 @@ def scene(random: Random, *, place_clear: bool) -> Scene:
     return Scene(width, height, random.choice(BACKGROUNDS), tuple(shapes))
 
 
+def crowded_scene(random: Random, *, place_clear: bool) -> Scene:
+    """A scene of the most shapes that a picture can hold, not all alike: the ones whose groups are easily mixed up."""
+    while True:
+        drawn = scene(random, place_clear=place_clear)
+        if len(drawn.shapes) == MOST_SHAPES and len(groups(drawn.shapes)) > 1:
+            return drawn
+
+
 def _shape(random: Random, others: list[Shape], place_clear: bool) -> Shape:
     if others and random.random() < 0.4:  # often one more of the same, so that counting matters
         kind, colour = others[-1].kind, others[-1].colour
