@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from http import HTTPStatus
+from urllib.parse import urlsplit
 
 import h11
 from hypercorn.asyncio.task_group import TaskGroup
@@ -81,13 +82,9 @@ async def discard(reader: asyncio.StreamReader) -> None:
                     data = await reader.read(READ_BYTES)
 
 
-class _WrongVersionError(Exception):
-    """A request that is not HTTP/1."""
-
-
 class _Http1(H11Protocol):
     """Says what is wrong with a request as JSON too, and speaks HTTP/1 only: one connection with many streams would
-    pass by the limits that hold per connection."""
+    pass by the limits that hold per connection. The connection ends with what it refuses."""
 
     @property
     def awaits_body(self) -> bool:
@@ -101,8 +98,8 @@ class _Http1(H11Protocol):
     async def handle(self, event: Event) -> None:
         try:
             await super().handle(event)
-        except _WrongVersionError:
-            await self._send_error_response(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED)
+        except ApiError as error:
+            await self._refuse(error)
             await self.send(Closed())
 
     async def stream_send(self, event: StreamEvent) -> None:
@@ -116,15 +113,43 @@ class _Http1(H11Protocol):
 
     async def _check_protocol(self, event: h11.Request) -> None:
         if not event.http_version.startswith(b"1."):
-            raise _WrongVersionError
+            raise _head_error(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED)
+        if any(name == b"upgrade" and value.strip().lower() == b"websocket" for name, value in event.headers):
+            # Hypercorn would keep the connection for ever if the rest of the handshake is wrong.
+            raise ApiError(404, "there are no websockets here")
+
+    async def _create_stream(self, request: h11.Request) -> None:
+        target = _origin_form(request.target)
+        method, headers, version = request.method, request.headers, request.http_version
+        await super()._create_stream(h11.Request(method=method, target=target, headers=headers, http_version=version))
 
     async def _send_error_response(self, status_code: int) -> None:
-        body = json.dumps(_head_error(status_code).body).encode()
+        await self._refuse(_head_error(status_code))
+
+    async def _refuse(self, error: ApiError) -> None:
+        body = json.dumps(error.body).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         headers += [(b"connection", b"close"), *self.config.response_headers("h11")]
-        await self._send_h11_event(h11.Response(status_code=status_code, headers=headers))
+        await self._send_h11_event(h11.Response(status_code=error.status, headers=headers))
         await self._send_h11_event(h11.Data(data=body))
         await self._send_h11_event(h11.EndOfMessage())
+
+
+def _origin_form(target: bytes) -> bytes:
+    """The path and query of a request's target, which may also be a whole address (RFC 9112, 3.2). Quart would
+    take it apart after its percent signs have been decoded, and fail where that is no address.
+
+    Raises:
+        ApiError: 400 for what is no address.
+    """
+    if target.startswith(b"/"):
+        return target
+    try:
+        address = urlsplit(target)
+    except ValueError:
+        raise ApiError(400, "the request's target is not a valid address") from None
+    path = address.path if address.path.startswith(b"/") else b"/" + address.path
+    return path + (b"?" + address.query if address.query else b"")
 
 
 def _head_error(status: int) -> ApiError:

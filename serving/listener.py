@@ -12,7 +12,6 @@ import socket
 
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
-from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, Scope
 from hypercorn.utils import wrap_app
 from quart import Quart
 
@@ -63,7 +62,7 @@ class Listener:
         if limit and len(self._connections) >= limit:
             await self._turn_away(reader, writer)
             return
-        app = wrap_app(self._run_app, self._config.wsgi_max_body_size, "asgi")
+        app = wrap_app(self._app, self._config.wsgi_max_body_size, "asgi")
         connection = Connection(app, self._config, self._context, self._settings, reader, writer)
         task = asyncio.current_task()
         self._connections[task] = connection
@@ -83,14 +82,6 @@ class Listener:
         finally:
             self._turned_away -= 1
             writer.transport.abort()
-
-    async def _run_app(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
-        if scope.get("path") == "":  # of "GET ?query", which Quart takes the first letter of
-            scope["path"] = "/"
-        if scope["type"] == "websocket":
-            await _refuse_websocket(send)
-        else:
-            await self._app(scope, receive, send)
 
     async def close(self, patience: float) -> None:
         """Accepts nothing more, closes idle connections, cuts the others off after `patience` seconds."""
@@ -115,11 +106,3 @@ def _too_many(count: int) -> bytes:
     body = json.dumps(error.body).encode()
     head = "HTTP/1.1 503 \r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-
-
-async def _refuse_websocket(send: ASGISendCallable) -> None:
-    """Quart would run no `before_request` for it, and has no place for an answer other than its own."""
-    error = ApiError(404, "there are no websockets here")
-    headers = [(b"content-type", b"application/json")]
-    await send({"type": "websocket.http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "websocket.http.response.body", "body": json.dumps(error.body).encode(), "more_body": False})

@@ -239,15 +239,70 @@ async def test_requests_as_only_raw_sockets_send_them(server, request_bytes, sta
     assert (await server.client.get("/health")).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/health", "/v1/chat/completions", "/nowhere"])
-async def test_websockets_are_refused(server, caplog, path):
-    handshake = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
-    handshake += "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
-    head, _, content = (await raw(server, handshake.encode())).partition(b"\r\n\r\n")
-    assert head.split(b" ", 2)[1] == b"404"
-    assert b"there are no websockets here" in content
+@pytest.mark.parametrize("target", ["http://[", "http://[::1", "http://[::1/health?a", "http://]/health", "x://[?["])
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
+async def test_targets_that_are_no_address(server, caplog, method, target):
+    told = await raw(server, f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n".encode())
+    head, _, content = told.partition(b"\r\n\r\n")
+    assert head.split(b" ", 2)[1] == b"400"
+    assert b"content-type: application/json" in head.lower()
+    assert json.loads(content)["error"]["type"] == "invalid_request_error"
     assert not caplog.records
     assert (await server.client.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "http://%5B/health",
+        "http://h%E2%84%80/health",
+        "b%3A//%5B/../health",
+        "/http://[",
+        "%5B",
+        "http://x?[",
+        "x:[",
+        "[//[",
+        "*[",
+    ],
+)
+async def test_targets_that_are_addresses_of_nothing_much(server, caplog, target):
+    """What decoding its percent signs makes of one is no address, which does not matter."""
+    told = await raw(server, f"GET {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+    assert told.split(b" ", 2)[1] in (b"200", b"404")
+    assert not caplog.records
+
+
+HANDSHAKE = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+HANDSHAKE |= {"Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ=="}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"Sec-WebSocket-Key": None},
+        {"Sec-WebSocket-Key": ""},
+        {"Sec-WebSocket-Version": None},
+        {"Sec-WebSocket-Version": "12"},
+        {"Connection": "keep-alive, upgrade", "Upgrade": "WebSocket", "Sec-WebSocket-Key": None},
+        {"Sec-WebSocket-Version": "12", "Content-Length": "1000000"},
+        {"Sec-WebSocket-Version": "12", "Transfer-Encoding": "chunked"},
+    ],
+)
+@pytest.mark.parametrize("start", ["GET /health HTTP/1.1", "GET /v1/chat/completions HTTP/1.1", "GET / HTTP/1.0"])
+async def test_websockets_are_refused(monkeypatch, caplog, start, changes):
+    """Whatever is wrong with the handshake. The only connection that there may be is then free for others."""
+    monkeypatch.setattr(connection, "SILENCE_SECONDS", 0.1)
+    fields = {name: value for name, value in (HANDSHAKE | changes).items() if value is not None}
+    handshake = "\r\n".join([start, "Host: localhost", *(f"{name}: {value}" for name, value in fields.items())])
+    async with scripted_server(max_connections=1) as server:
+        head, _, content = (await raw(server, f"{handshake}\r\n\r\n".encode())).partition(b"\r\n\r\n")
+        assert head.split(b" ", 2)[1] == b"404"
+        assert json.loads(content)["error"]["message"] == "there are no websockets here"
+        async with asyncio.timeout(10):
+            while (await server.client.get("/health")).status_code == 503:
+                await asyncio.sleep(0.01)
+    assert not caplog.records
 
 
 async def test_two_requests_at_once_on_one_connection(server):
