@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from models.errors import CheckpointError, ConfigError, MediaError
 
@@ -46,14 +46,14 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
         return upright_rgb(open_header(data, max_pixels))
 
 
-def picture_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+def picture_size(data: bytes, max_pixels: int = MAX_PIXELS, formats: Sequence[str] = FORMATS) -> tuple[int, int]:
     """Width and height of a file, as its header has them: nothing is decoded.
 
     Raises:
         MediaError: as `open_image`, as far as the header tells.
     """
     with quiet_pillow():
-        return open_header(data, max_pixels).size
+        return open_header(data, max_pixels, formats).size
 
 
 @contextmanager
@@ -96,24 +96,27 @@ def _check_aspect(height: int, width: int) -> None:
 
 
 def upright_rgb(image: Image.Image) -> Image.Image:
-    """The picture turned as its EXIF data says, in RGB with 8 bits, what is transparent laid over white.
+    """The picture turned as its EXIF data says, in RGB with 8 bits, what is transparent laid over white. One that is so
+    already is returned itself, because a copy of a large one takes as much memory again.
 
     Raises:
         MediaError: its file, which Pillow may read only now, is damaged.
     """
     try:
         image.load()
-        return _to_rgb(ImageOps.exif_transpose(image))
+        upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+        return _to_rgb(image if upright else ImageOps.exif_transpose(image))
     except Exception as error:  # decoders raise whatever a damaged file leads them to
         raise MediaError(f"the picture is damaged: {error}") from None
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     if "A" in image.getbands() or image.info.get("transparency") is not None:
-        layer = image.convert("RGBA")
-        white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, layer).convert("RGB")
-    return image.convert("RGB")
+        layer = image if image.mode == "RGBA" else image.convert("RGBA")
+        page = Image.new("RGB", layer.size, "white")
+        page.paste(layer, mask=layer)
+        return page
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,9 @@ class VisionInput:
     @cached_property
     def content_hash(self) -> str:
         """Equal pictures, equal hash."""
-        return hashlib.sha256(repr((self.kind, self.grid)).encode() + self.patches.tobytes()).hexdigest()
+        found = hashlib.sha256(repr((self.kind, self.grid)).encode())
+        found.update(np.ascontiguousarray(self.patches).data)
+        return found.hexdigest()
 
     def tokens(self, merge: int) -> int:
         """Tokens in the prompt, after `merge` x `merge` patches have become one."""

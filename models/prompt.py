@@ -12,7 +12,7 @@ from PIL import Image
 
 from models.chat_template import ChatTemplate, Segment
 from models.config import ModelConfig
-from models.errors import PromptError
+from models.errors import ContextLengthError, PromptError
 from models.images import ImageProcessor, VisionInput
 from models.tokenizer import Tokenizer
 from models.video import process_video
@@ -31,10 +31,11 @@ class Prompt:
 
 @dataclass
 class _Media:
-    """The pictures and videos of a conversation, with the times of each video's frame groups."""
+    """The pictures and videos of a conversation, with the times of each video's frame groups, and their tokens."""
 
     visuals: list[VisionInput] = field(default_factory=list)
     times: list[list[float]] = field(default_factory=list)
+    tokens: int = 0
 
 
 class PromptBuilder:
@@ -56,10 +57,12 @@ class PromptBuilder:
 
     def build(self, messages: list[dict[str, Any]], /, **settings: Any) -> Prompt:
         """`messages` are dicts of "role" and "content": a text, or parts {"type": "text", "text"}, {"type": "image",
-        "image": PIL image}, {"type": "video", "frames": PIL images, "fps"}. `settings` go to the chat template.
+        "image": PIL image}, {"type": "video", "frames": PIL images, "fps"}. A picture or video may have "load" instead,
+        a function that returns the rest of the part: it is called when the ones before have been cut into patches, so
+        that only one is in memory. `settings` go to the chat template.
 
         Raises:
-            PromptError: the conversation has another form, the template refuses it, or its text is far too long.
+            PromptError: the conversation has another form, the template refuses it, or it is far too long.
             MediaError: a picture or video cannot be used.
         """
         if not messages:
@@ -96,9 +99,18 @@ class PromptBuilder:
             raise PromptError(f"a content part must be of type text, image or video, found {kind!r}")
         if self.processor is None:
             raise PromptError(f"this model takes text only, but the conversation has a part of type {kind}")
+        if "load" in part:
+            part = part | part["load"]()
         visual, times = self._image(part) if kind == "image" else self._video(part)
         media.visuals.append(visual)
         media.times.append(times)
+        media.tokens += visual.tokens(self.config.vision.merge)
+        if media.tokens > self.context:
+            raise ContextLengthError(
+                f"the pictures and videos have at least {media.tokens} tokens, but the context is limited to "
+                f"{self.context}"
+            )
+        _ = visual.content_hash  # takes a while, and who needs it next is the thread that drives the model
         return {"type": kind}
 
     def _image(self, part: dict[str, Any]) -> tuple[VisionInput, list[float]]:

@@ -47,7 +47,8 @@ def read_animation(
                 break
             _check_limits(file, len(frames), max_frames, max_pixels)
             try:
-                frames.append(upright_rgb(file))
+                frame = upright_rgb(file)
+                frames.append(frame.copy() if frame is file else frame)
             except MediaError as error:
                 raise MediaError(f"frame {len(frames)}: {error}") from None
             delay = file.info.get("duration")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from models.errors import CheckpointError, ConfigError, MediaError
-from models.images import MAX_PIXELS, ImageProcessor, open_image, picture_size, smart_resize
+from models.images import MAX_PIXELS, ImageProcessor, open_image, picture_size, smart_resize, upright_rgb
 
 REFERENCES = Path(__file__).parents[1] / "references"
 FOLDER = REFERENCES / "processor"
@@ -101,6 +101,11 @@ def test_the_processor_turns_and_flattens_pictures_that_a_program_brings():
 def test_damaged_exif_does_not_cost_the_picture():
     data = encoded(Image.new("RGB", (40, 30), "red"), "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\x05\0")
     assert open_image(data).size == (40, 30)
+
+
+def test_a_picture_that_is_as_it_should_be_is_not_copied():
+    picture = Image.new("RGB", (2, 1))
+    assert upright_rgb(picture) is picture
 
 
 def test_transparent_becomes_white_and_half_transparent_lighter():

@@ -7,12 +7,15 @@ import base64
 import io
 import re
 import struct
-import time
+import threading
+import weakref
 import zlib
 
 import pytest
 from PIL import Image
 
+from models import images
+from models import video as video_module
 from serving import media
 
 from .chat_client import COMPLETIONS, frames, text_of
@@ -120,12 +123,81 @@ def bomb(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
+@pytest.fixture
+def undecoded(monkeypatch):
+    """Nothing may be decoded."""
+
+    def fail(image: Image.Image) -> None:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(images, "upright_rgb", fail)
+    monkeypatch.setattr(video_module, "upright_rgb", fail)
+
+
+@pytest.mark.usefixtures("undecoded")
 async def test_a_tiny_file_with_an_enormous_picture_is_refused_by_its_header(server):
-    begin = time.monotonic()
     error = await refused(server, about(data_url(bomb(30_000, 30_000))))
     assert "at most 50000000" in error["message"]
     assert error["param"] == PLACE
-    assert time.monotonic() - begin < 2
+
+
+LARGE = data_url(bomb(7000, 7000))
+PICTURE = {"type": "image_url", "image_url": {"url": LARGE}}
+FRAMES = {"type": "video_frames", "video_frames": [data_url(bomb(7000, 3500))] * 2}
+FILMED = {"type": "video_url", "video_url": {"url": data_url(bomb(2000, 2000))}}  # one frame, but there might be 32
+
+
+@pytest.mark.usefixtures("undecoded")
+@pytest.mark.parametrize(
+    ("parts", "place"),
+    [
+        ([PICTURE] * 16, "4.image_url.url"),
+        ([FRAMES] * 5, "4.video_frames.0"),
+        ([FILMED] * 5, "4.video_url.url"),
+        ([FRAMES, PICTURE, FILMED, PICTURE, FRAMES], "4.video_frames.0"),
+    ],
+)
+async def test_pictures_that_are_too_large_together_are_refused_by_their_headers(server, parts, place):
+    error = await refused(server, filmed(*parts))
+    assert error["param"] == f"messages.0.content.{place}"
+    assert "pixels; together they may have 200000000" in error["message"]
+
+
+async def test_pictures_that_the_context_has_no_room_for_are_not_decoded(monkeypatch):
+    decoded = []
+    monkeypatch.setattr(media, "open_image", lambda data: decoded.append(1) or Image.new("RGB", (64, 64)))
+    async with scripted_server(ScriptedModel(max_context=100)) as server:
+        response = await server.client.post(COMPLETIONS, json=about(*[data_url(png())] * 16))
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert len(decoded) == 2
+
+
+async def test_one_large_picture_is_in_memory_at_a_time(server, monkeypatch):
+    """As it is decoded, the one before has been cut into patches and is gone."""
+    decoded_pictures: list[weakref.ref[Image.Image]] = []
+    counts = []
+
+    def alive() -> int:
+        return sum(picture() is not None for picture in decoded_pictures)
+
+    def noting(decode):
+        def decoded(*arguments):
+            counts.append(alive())
+            found = decode(*arguments)
+            decoded_pictures.extend(map(weakref.ref, [found] if isinstance(found, Image.Image) else found[0]))
+            return found
+
+        return decoded
+
+    for name in ("open_image", "read_animation"):
+        monkeypatch.setattr(media, name, noting(getattr(media, name)))
+    picture = {"type": "image_url", "image_url": {"url": data_url(png())}}
+    animated = {"type": "video_url", "video_url": {"url": animation("GIF", 2)}}
+    shown, _ = await prompt_of(server, filmed(picture, video(2), animated, picture))
+    assert shown.count("[") == 4
+    assert counts == [0, 0, 1, 0, 0]  # a video's own frames are together
+    assert len(decoded_pictures) == 6
+    assert alive() == 0
 
 
 async def test_too_many_pictures(server):
@@ -150,12 +222,18 @@ async def test_only_admitted_requests_are_decoded(monkeypatch):
 
 
 async def test_decoding_does_not_hold_the_event_loop(server, monkeypatch):
-    monkeypatch.setattr(media, "open_image", lambda data: time.sleep(0.5) or Image.new("RGB", (64, 64)))
+    decoding, answered = threading.Event(), threading.Event()
+
+    def decode(data: bytes) -> Image.Image:
+        decoding.set()
+        assert answered.wait(20)
+        return Image.new("RGB", (64, 64))
+
+    monkeypatch.setattr(media, "open_image", decode)
     slow = asyncio.create_task(server.client.post(COMPLETIONS, json=about(data_url(png()))))
-    await server.until(lambda: server.engine.queued == 1)
-    begin = time.monotonic()
+    await server.until(decoding.is_set)
     assert (await server.client.get("/health")).json()["queued"] == 1
-    assert time.monotonic() - begin < 0.3
+    answered.set()
     assert (await slow).status_code == 200
 
 
