@@ -56,7 +56,7 @@ class Opening:
         prompt = np.random.default_rng(0).integers(0, 200, length).tolist()
         stream = model.generate(prompt, max_tokens=1 + tokens, ignore_eos=True)
         times = [time.perf_counter() for _ in stream]
-        inference = model._inference
+        inference = model.inference
         cache_bytes = (length + tokens) * bytes_per_token(inference.config.text, inference.cache_type)
         weights = weight_bytes(inference)
         decoder = sum(size for path, size in weights.items() if not path.startswith("visual."))

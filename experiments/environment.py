@@ -19,9 +19,12 @@ SETTINGS = ("KESTREL_KERNELS", "XLA_FLAGS", "JAX_PLATFORMS", "OMP_NUM_THREADS", 
 
 
 def environment() -> dict[str, Any]:
-    """Processor, memory, load, versions, kernel variant, settings and the commit of the working tree."""
+    """Processor, board, clock governor, memory, load, versions, kernel variant, settings and the commit of the working
+    tree."""
     return {
         "cpu": _cpu_name(),
+        "board": board(),
+        "governor": _governor(),
         "architecture": platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": psutil.virtual_memory().total,
@@ -48,6 +51,19 @@ def _cpu_name() -> str:
     return next(
         (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
     )
+
+
+def board() -> str:
+    """The name that the device tree gives a board; "" for a machine without one."""
+    model, compatible = (Path("/proc/device-tree") / name for name in ("model", "compatible"))
+    texts = [file.read_text().replace("\0", " ").strip() for file in (model, compatible) if file.is_file()]
+    return "; ".join(texts).replace("rk3588", "RK3588")
+
+
+def _governor() -> str:
+    """Who sets the clock of the processor's cores; "" where the kernel does not tell."""
+    files = sorted(Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_governor"))
+    return ", ".join(dict.fromkeys(file.read_text().strip() for file in files))
 
 
 def _commit() -> str:

@@ -201,7 +201,7 @@ class LoadedModel:
         self.max_image_tokens = max_image_tokens
         self.end_tokens = end_tokens
         self.default_sampling = default_sampling
-        self._inference = inference
+        self.inference = inference
         self._text = text
 
     @property
@@ -257,7 +257,7 @@ class LoadedModel:
         """
         ids = self._checked_ids(token_ids)
         visuals = self._in_order(ids, pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
-        inference = self._inference
+        inference = self.inference
         positions, _ = rope_positions(ids, (visual.grid for visual in visuals), self.config, inference.switches)
         features = [inference.encode(visual.patches, visual.grid) for visual in visuals]
         joined = VisualFeatures.join(features) if features else None
@@ -385,19 +385,19 @@ class LoadedModel:
 
     def batch(self, limits: BatchLimits | None = None) -> Batch:
         """A cache and what runs in it; by default for one request at a time."""
-        return Batch(self._inference, self.max_context, limits or BatchLimits())
+        return Batch(self.inference, self.max_context, limits or BatchLimits())
 
     @property
     def bytes_per_slot(self) -> int:
         """Memory of the cache of one request whose context is full."""
-        return self._inference.bytes_per_slot(self.max_context)
+        return self.inference.bytes_per_slot(self.max_context)
 
     def warm_up(self, limits: BatchLimits | None = None, progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles every step that a batch of these limits can need; `progress` hears how many of how many are done."""
         if self._text is not None and self.end_tokens:
             _ = self._grammars  # takes a second for a large vocabulary
         limits = limits or BatchLimits()
-        self._inference.compile(self.max_context, self.max_image_tokens, limits.decoded_rows, limits.slots, progress)
+        self.inference.compile(self.max_context, self.max_image_tokens, limits.decoded_rows, limits.slots, progress)
 
 
 def _split_visuals(

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from experiments import health_under_load, soak
+from experiments import health_rtt, soak
 from experiments.server_process import Server
 from experiments.soak_clients import Record, Soak
 from experiments.soak_report import Memory, pooled
@@ -112,7 +112,7 @@ def test_a_record_keeps_what_is_worth_keeping():
 
 
 def test_probes_are_answered_while_prompts_are_computed(tmp_path, capsys):
-    probes = health_under_load.main(["--quick", "--out", str(tmp_path)])
+    probes = health_rtt.main(["--quick", "--out", str(tmp_path)])
     assert {probe["busy"] for probe in probes} >= {True}
     assert "computing a prompt" in (tmp_path / "table.md").read_text()
     assert [json.loads(line) for line in (tmp_path / "raw.jsonl").read_text().splitlines()] == probes

@@ -206,7 +206,7 @@ def test_a_picture_that_fails_takes_only_its_own_request(model, monkeypatch):
         def fail(*_: object) -> None:
             raise RuntimeError("no tower")
 
-        patched.setattr(type(model._inference), "encode", fail)
+        patched.setattr(type(model.inference), "encode", fail)
         bad = batch.join(model.request(model.prompt([user("What is this?", picture(1))]), max_tokens=3))
         good = batch.join(model.request(model.prompt([user("Hello!")]), max_tokens=3))
         while batch.running:
@@ -251,10 +251,10 @@ def test_drafted_tokens_change_nothing_but_the_number_of_steps(model, rows):
     def decode(*arguments: object) -> object:
         nonlocal decoded
         decoded += 1
-        return type(model._inference).decode(model._inference, *arguments)
+        return type(model.inference).decode(model.inference, *arguments)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(model._inference, "decode", decode)
+        patched.setattr(model.inference, "decode", decode)
         fresh = [model.request(prompt, max_tokens=60, sampling=SamplingParams(top_logprobs=2)) for prompt in prompts]
         assert run(batch, fresh) == alone
     steps = sum(len(said) for said in alone) if rows == 1 else max(len(said) for said in alone)

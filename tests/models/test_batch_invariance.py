@@ -56,7 +56,7 @@ def prefill(network: Network, cache: KVCache, tokens: np.ndarray) -> KVCache:
 @pytest.mark.parametrize("quant", [None, "q8", "q4"])
 def test_rows_decoded_together_equal_rows_decoded_alone(name, quant):
     model = models.load(name, quant=quant)
-    network = model._inference.network
+    network = model.inference.network
     text = read_config(PRETRAINED / name).text
     random = np.random.default_rng(0)
     kv = "float32" if quant is None else "int8"

@@ -42,17 +42,17 @@ def converted(request, tmp_path_factory) -> tuple[str, Path]:
 def test_converting_before_and_quantising_while_loading_give_the_same(converted):
     name, folder = converted
     before, while_loading = models.load(folder), models.load(name, quant="q4")
-    parameters = [nnx.to_flat_state(nnx.state(model._inference.network)) for model in (before, while_loading)]
+    parameters = [nnx.to_flat_state(nnx.state(model.inference.network)) for model in (before, while_loading)]
     for (path, one), (same, other) in zip(*parameters, strict=True):
         assert path == same
         np.testing.assert_array_equal(one.get_value(), other.get_value())
-    assert before._inference.cache_type == "int8"
+    assert before.inference.cache_type == "int8"
 
 
 @pytest.mark.parametrize("mapped", [True, False])
 def test_a_converted_file_is_used_where_it_lies_unless_it_is_to_be_copied(converted, mapped):
     _, folder = converted
-    network = models.load(folder, mapped=mapped)._inference.network
+    network = models.load(folder, mapped=mapped).inference.network
     places = [
         tuple(int(end, 16) for end in line.split()[0].split("-"))
         for line in Path("/proc/self/maps").read_text().splitlines()
@@ -108,7 +108,7 @@ def test_a_narrow_cache_gives_the_same_answers(kv):
 
 @pytest.mark.parametrize("quant", ["q4", "q4-head-q8", "q8"])
 def test_every_part_has_the_format_of_its_scheme(quant):
-    network = models.load("tiny-vl", quant=quant)._inference.network
+    network = models.load("tiny-vl", quant=quant).inference.network
     bytes_of = {"q4": np.uint8, "q8": np.int8}
     for path, module in nnx.iter_modules(network):
         name = ".".join(map(str, path))
@@ -126,7 +126,7 @@ def test_every_part_has_the_format_of_its_scheme(quant):
 
 
 def test_routers_stay_floats():
-    network = models.load("tiny-moe", quant="q4")._inference.network
+    network = models.load("tiny-moe", quant="q4").inference.network
     for layer in network.layers:
         assert layer.mlp.gate.weight.get_value().dtype == np.float32
         assert layer.mlp.experts.row_by_row
