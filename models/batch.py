@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
 
+from models.disk_cache import DiskCache
 from models.generation import Generation, PrefillProgress, Request, Step
 from models.image_cache import ImageCache
 from models.images import VisionInput
 from models.inference import CHUNKS, Inference, VisualFeatures, row_buckets
 from models.layers import DECODE_ROWS
 from models.sampling import Sampled, everything
-from models.slots import SlotTable
+from models.slots import Slot, SlotTable
 
 Item = PrefillProgress | Step | Exception
 EMPTY_ROW = (0, -1, 0, 0)
@@ -31,7 +34,8 @@ class BatchLimits:
     keep what earlier requests have computed). `prefill_budget` is the most tokens of prompts that are computed between
     two tokens of the running requests, at least the smallest chunk. `image_cache_bytes` are for pictures that have been
     seen. `reuse`: prompts need not compute what a slot holds already. `draft` is the number of tokens that a greedy
-    request may guess from its own text and have checked in the same step."""
+    request may guess from its own text and have checked in the same step. In `disk_folder`, if there is one, up to
+    `disk_bytes` of what requests have computed are kept for the time after a restart."""
 
     rows: int = 1
     slots: int = 1
@@ -39,6 +43,8 @@ class BatchLimits:
     image_cache_bytes: int = 0
     reuse: bool = True
     draft: int = 0
+    disk_folder: Path | None = None
+    disk_bytes: int = 0
 
     @property
     def decoded_rows(self) -> int:
@@ -54,9 +60,10 @@ class BatchLimits:
 class Batch:
     """The owner of one cache and its sampling state, driven by one thread."""
 
-    def __init__(self, inference: Inference, context: int, limits: BatchLimits) -> None:
+    def __init__(self, inference: Inference, context: int, limits: BatchLimits, disk: DiskCache | None = None) -> None:
         self.limits = limits
         self.images = ImageCache(limits.image_cache_bytes)
+        self.disk = disk
         self._inference = inference
         self._context = context
         self.abandon()
@@ -91,19 +98,39 @@ class Batch:
         config = self._inference.config
         generation = Generation(request, self._context, config, self._inference.switches)
         place = self.slots.take(generation.keys, request.owner)
-        slot = place.slot
+        slot = generation.slot = place.slot
         self.running.append(generation)
         if place.source is not None:
             self._layers = self._inference.copy(self._layers, place.source.index, slot.index, slot.held)
-        generation.start(slot, config.vision.merge if config.vision else 1, self.limits.largest_chunk)
+        if self.disk is not None:
+            generation.blocks.extend(self.disk.find(generation.keys, request.owner, slot.held))
+        if not generation.blocks:
+            self._start(generation)
         self._sampling = self._inference.seat(self._sampling, slot.index, request.sampling, request.token_ids)
         return generation
+
+    def _start(self, generation: Generation) -> None:
+        vision = self._inference.config.vision
+        generation.start(vision.merge if vision else 1, self.limits.largest_chunk)
 
     def leave(self, generation: Generation) -> None:
         """Drops a request, wherever it is; one that has ended has left already."""
         if generation in self.running:
             self.running.remove(generation)
+            self._store(generation.slot, ended=True)
             self.slots.release(generation.slot)
+
+    def close(self) -> None:
+        """Drops all requests, and waits until everything that is kept of them on disk has been written."""
+        for generation in list(self.running):
+            self.leave(generation)
+        if self.disk is not None:
+            self.disk.close()
+
+    def _store(self, slot: Slot, *, ended: bool = False) -> None:
+        """Keeps what a slot holds on disk too."""
+        if self.disk is not None:
+            self.disk.store(slot, partial(self._inference.read_block, self._layers, slot.index), ended=ended)
 
     def step(self) -> list[tuple[Generation, Item]]:
         """One unit of work, and what it brought to whom. A request has left with its last step, or with the exception
@@ -117,15 +144,40 @@ class Batch:
         if waiting:
             # The shortest rest first, but no prompt waits for more tokens of others than it has itself.
             generation = min(waiting, key=lambda waiting: waiting.left - waiting.passed_over)
-            chunk = generation.next_chunk
-            cost = self.limits.prefill_budget if chunk is None else chunk.bucket
+            cost = self._cost(generation)
             if not ready or self._prefilled + cost <= self.limits.prefill_budget:
                 self._prefilled += cost
                 for other in waiting:
                     other.passed_over += 0 if other is generation else cost
-                return self._see(generation) if chunk is None else self._prefill(generation)
+                return self._advance(generation)
         self._prefilled = 0
         return self._decode(ready)
+
+    def _cost(self, generation: Generation) -> int:
+        """Tokens of the budget that the next part of a prompt takes; a picture takes all of it."""
+        if generation.blocks:
+            return min(generation.blocks[0].chunk.tokens, self.limits.prefill_budget)
+        chunk = generation.next_chunk
+        return self.limits.prefill_budget if chunk is None else chunk.bucket
+
+    def _advance(self, generation: Generation) -> list[tuple[Generation, Item]]:
+        """Does the next part of a prompt."""
+        if generation.blocks:
+            return self._read(generation)
+        return self._see(generation) if generation.next_chunk is None else self._prefill(generation)
+
+    def _read(self, generation: Generation) -> list[tuple[Generation, Item]]:
+        """Takes a block of a prompt from its file; if that cannot be had, all that follows is computed."""
+        block, slot = generation.blocks.popleft(), generation.slot
+        kept = self.disk.read(block)
+        if kept is None:
+            generation.blocks.clear()
+        else:
+            self._layers = self._inference.write_block(self._layers, slot.index, block.chunk.start, kept)
+            slot.put_back(generation.keys, block.chunk)
+        if not generation.blocks:
+            self._start(generation)
+        return [(generation, PrefillProgress(slot.held, generation.length))]
 
     def _see(self, generation: Generation) -> list[tuple[Generation, Item]]:
         try:
@@ -149,6 +201,7 @@ class Batch:
         logits, self._layers = self._inference.prefill(self._layers, chunk)
         logits.block_until_ready()  # a chunk that is only queued could neither be timed nor cancelled
         items: list[tuple[Generation, Item]] = [(generation, generation.prefilled())]
+        self._store(slot)
         if not generation.left:
             allowed = None if generation.allowed is None else generation.allowed[None]
             sampled, self._sampling = self._inference.sample(logits, self._sampling, slot.index, allowed)

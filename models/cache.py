@@ -92,6 +92,32 @@ def copy_prefix(
     )
 
 
+def read_block(layers: tuple[LayerCache, ...], slot: Int[Array, ""], start: Int[Array, ""], tokens: int) -> LayerCache:
+    """A block: `tokens` tokens of a slot from `start` on, with the layers in the place of the slots, `[layers,
+    kv_heads, tokens, head_dim]`."""
+
+    def cut(*arrays: Array) -> Array:
+        place = (slot, 0, start, 0)[: arrays[0].ndim]
+        size = (1, arrays[0].shape[1], tokens, *arrays[0].shape[3:])
+        return jnp.concatenate([jax.lax.dynamic_slice(array, place, size) for array in arrays])
+
+    return jax.tree.map(cut, *layers)
+
+
+def write_block(
+    layers: tuple[LayerCache, ...], slot: Int[Array, ""], start: Int[Array, ""], block: LayerCache
+) -> tuple[LayerCache, ...]:
+    """The cache with a block in a slot, from token `start` on."""
+
+    def paste(index: int, array: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_slice(array, new[index : index + 1], (slot, 0, start, 0)[: array.ndim])
+
+    return tuple(
+        jax.tree.map(lambda array, new, index=index: paste(index, array, new), layer, block)
+        for index, layer in enumerate(layers)
+    )
+
+
 def _narrowed(
     new: Float[Array, "batch kv_heads length head_dim"],
 ) -> tuple[Float[Array, "batch kv_heads length head_dim"], Float[Array, "batch kv_heads length"]]:

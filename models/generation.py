@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from models.config import ModelConfig
+from models.disk_cache import Block
 from models.errors import ContextLengthError, PromptError
 from models.grammar import Grammar
 from models.images import VisionInput
@@ -135,6 +136,7 @@ class Generation:
         self.allowed = None if self._matcher is None else self._matcher.allowed()  # what may come next
         self.slot: Slot | None = None
         self.reused = 0  # tokens of the prompt that were in the cache already
+        self.blocks: deque[Block] = deque()  # of the prompt, to be read from files before anything is computed
         self.passed_over = 0  # tokens of other prompts that were computed while this one waited
         self.token: int | None = None
         self.generated = 0
@@ -144,11 +146,12 @@ class Generation:
         self._chunks: deque[Chunk] = deque()
         self._visual_tokens_reused = 0
 
-    def start(self, slot: Slot, merge: int, largest_chunk: int) -> None:
-        """Takes its slot, whose tokens are the first of the prompt. A picture that these include need not be seen."""
-        self.slot, self.reused = slot, slot.held
-        self._chunks = deque(plan_chunks(self.length, slot.held, largest_chunk))
-        reused = int(np.count_nonzero(self.keys[: slot.held] < 0))
+    def start(self, merge: int, largest_chunk: int) -> None:
+        """Plans what is to be computed: all but the tokens that its slot has. A picture that these include need not be
+        seen."""
+        self.reused = self.slot.held
+        self._chunks = deque(plan_chunks(self.length, self.reused, largest_chunk))
+        reused = int(np.count_nonzero(self.keys[: self.reused] < 0))
         self.unseen = deque(self.request.visuals)
         while self.unseen and self._visual_tokens_reused + self.unseen[0].tokens(merge) <= reused:
             self._visual_tokens_reused += self.unseen.popleft().tokens(merge)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -18,7 +19,17 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from models.cache import COPIED_TOKENS, CacheType, KVCache, LayerCache, bytes_per_token, copy_prefix, layer_shapes
+from models.cache import (
+    COPIED_TOKENS,
+    CacheType,
+    KVCache,
+    LayerCache,
+    bytes_per_token,
+    copy_prefix,
+    layer_shapes,
+    read_block,
+    write_block,
+)
 from models.compilation import CompiledStep
 from models.config import ModelConfig
 from models.kernels import ops
@@ -157,6 +168,8 @@ class Inference:
         self._seat = CompiledStep(seated, donate=(0,))
         self._allocate = CompiledStep(self._new_layers, static=(0, 1))
         self._copy = CompiledStep(copy_prefix, donate=(0,))
+        self._read_block = CompiledStep(read_block, static=(3,))
+        self._write_block = CompiledStep(write_block, donate=(0,))
         self._unconstrained: dict[int, Array] = {}
 
     @property
@@ -167,6 +180,13 @@ class Inference:
     def bytes_per_slot(self, context: int) -> int:
         """Memory of the cache of one sequence, when it is full."""
         return capacity_for(context) * bytes_per_token(self.config.text, self.cache_type)
+
+    @cached_property
+    def block_shapes(self) -> LayerCache:
+        """Shapes and dtypes of a block of the cache (`models.cache.read_block`): as many tokens as are always computed
+        in one chunk, or, where that does not matter, fewer, because sequences that differ share fewer of them."""
+        tokens = CHUNKS[1] if self.row_by_row else CHUNKS[-1]
+        return layer_shapes(self.config.text, self.config.text.layers, tokens, self.cache_type)
 
     def _shapes(self, slots: int, capacity: int) -> Layers:
         one = layer_shapes(self.config.text, slots, capacity, self.cache_type)
@@ -318,6 +338,16 @@ class Inference:
         """The cache with the first `tokens` tokens of one slot in another one too."""
         return self._copy(_room(layers), layers, np.int32(source), np.int32(target), np.int32(tokens))
 
+    def read_block(self, layers: Layers, slot: int, start: int) -> LayerCache:
+        """A block out of a slot, on the host; its shapes are `block_shapes`."""
+        tokens = self.block_shapes.keys.shape[2]
+        block = self._read_block(_room(layers), layers, np.int32(slot), np.int32(start), tokens)
+        return jax.tree.map(np.asarray, block)
+
+    def write_block(self, layers: Layers, slot: int, start: int, block: LayerCache) -> Layers:
+        """The cache with such a block in a slot, from token `start` on."""
+        return self._write_block(_room(layers), layers, np.int32(slot), np.int32(start), block)
+
     def decode_text(self, batch: int, layers: Layers) -> str:
         """XLA's text of the decode step of these shapes, which must have run: for profiles."""
         return self._decode.text((batch, *_room(layers)))
@@ -329,11 +359,14 @@ class Inference:
         rows: int = 1,
         slots: int = 1,
         progress: Callable[[int, int], None] | None = None,
+        *,
+        blocks: bool = False,
     ) -> None:
         """Compiles every bucket that decode steps of up to `rows` rows, and prompts of up to `context` tokens with
-        pictures of up to `image_tokens`, can need in a cache of `slots`; `progress` hears how many of how many are
-        done."""
+        pictures of up to `image_tokens`, can need in a cache of `slots`, and with `blocks` what takes blocks out of it
+        and puts them back; `progress` hears how many of how many are done."""
         jobs = [*self._decoder_jobs(context, rows, slots), *self._encoder_jobs(image_tokens)]
+        jobs += self._block_jobs(context, slots) if blocks else ()
         for done, job in enumerate(jobs):
             if progress is not None:
                 progress(done, len(jobs))
@@ -364,6 +397,12 @@ class Inference:
                 jax.ShapeDtypeStruct((4, batch), jnp.int32),
                 self._everything(batch),
             )
+
+    def _block_jobs(self, context: int, slots: int) -> Iterator[Callable[[], None]]:
+        room, number, block = (slots, capacity_for(context)), jax.ShapeDtypeStruct((), jnp.int32), self.block_shapes
+        layers = self._shapes(*room)
+        yield lambda: self._read_block.compile(room, layers, number, number, block.keys.shape[2])
+        yield lambda: self._write_block.compile(room, layers, number, number, block)
 
     def _encoder_jobs(self, image_tokens: int) -> Iterator[Callable[[], None]]:
         vision = self.config.vision

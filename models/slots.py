@@ -44,6 +44,11 @@ class Slot:
         self.chunks = [chunk for chunk in other.chunks if chunk.start + chunk.tokens <= tokens]
         self.held = tokens
 
+    def put_back(self, keys: np.ndarray, chunk: Chunk) -> None:
+        """Counts the tokens of a chunk of a prompt, `keys` `[length]`, and those before it, which are held already."""
+        self.keep(chunk.start, self)
+        self.take_in(keys[chunk.start : chunk.start + chunk.tokens], chunk)
+
 
 @dataclass(frozen=True)
 class Place:

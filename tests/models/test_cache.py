@@ -5,7 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.cache import CACHE_TYPES, COPIED_TOKENS, LayerCache, bytes_per_token, copy_prefix, layer_shapes
+from models.cache import (
+    CACHE_TYPES,
+    COPIED_TOKENS,
+    LayerCache,
+    bytes_per_token,
+    copy_prefix,
+    layer_shapes,
+    read_block,
+    write_block,
+)
 from models.config import parse_config
 from models.presets import preset
 
@@ -28,6 +37,15 @@ def zeros(slots: int, capacity: int, dtype: str) -> LayerCache:
     return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), shapes)
 
 
+def filled(slots: int, capacity: int, dtype: str) -> tuple[LayerCache, ...]:
+    """Two layers with something in every place."""
+    random = np.random.default_rng(0)
+    return tuple(
+        jax.tree.map(lambda array: jnp.asarray(random.integers(-9, 9, array.shape), array.dtype), shapes)
+        for shapes in (layer_shapes(CONFIG, slots, capacity, dtype),) * 2
+    )
+
+
 @pytest.mark.parametrize("dtype", CACHE_TYPES)
 def test_stored_tokens_come_back_within_half_a_step(dtype):
     keys, values = new_tokens(4, 1), new_tokens(4, 2)
@@ -48,17 +66,28 @@ def test_stored_tokens_come_back_within_half_a_step(dtype):
 @pytest.mark.parametrize("dtype", CACHE_TYPES)
 @pytest.mark.parametrize("tokens", [1, COPIED_TOKENS, COPIED_TOKENS + 1])
 def test_a_prefix_is_copied_from_slot_to_slot_and_nothing_else_changes(dtype, tokens):
-    random = np.random.default_rng(0)
-    layers = tuple(
-        jax.tree.map(lambda array: jnp.asarray(random.integers(-9, 9, array.shape), array.dtype), shapes)
-        for shapes in (layer_shapes(CONFIG, 3, 3 * COPIED_TOKENS, dtype),) * 2
-    )
+    layers = filled(3, 3 * COPIED_TOKENS, dtype)
     before = jax.tree.map(np.asarray, layers)
     copied = copy_prefix(layers, *(jnp.int32(number) for number in (2, 0, tokens)))
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(copied), strict=True):
         np.testing.assert_array_equal(new[0, :, :tokens], old[2, :, :tokens])
         np.testing.assert_array_equal(new[0, :, 2 * COPIED_TOKENS :], old[0, :, 2 * COPIED_TOKENS :])
         np.testing.assert_array_equal(new[1:], old[1:])
+
+
+@pytest.mark.parametrize("dtype", CACHE_TYPES)
+def test_a_block_goes_out_of_a_slot_and_into_another_and_nothing_else_changes(dtype):
+    layers = filled(3, COPIED_TOKENS, dtype)
+    before = jax.tree.map(np.asarray, layers)
+    block = read_block(layers, jnp.int32(2), jnp.int32(48), 64)
+    after = write_block(layers, jnp.int32(0), jnp.int32(16), block)
+    for index in range(len(layers)):
+        for old, new, cut in zip(*map(jax.tree.leaves, (before[index], after[index], block)), strict=True):
+            np.testing.assert_array_equal(cut[index], old[2, :, 48:112])
+            np.testing.assert_array_equal(new[0, :, 16:80], cut[index])
+            np.testing.assert_array_equal(new[0, :, :16], old[0, :, :16])
+            np.testing.assert_array_equal(new[0, :, 80:], old[0, :, 80:])
+            np.testing.assert_array_equal(new[1:], old[1:])
 
 
 def test_memory_of_a_token():
