@@ -78,6 +78,12 @@ class Checkpoint:
             )
         return cls(folder, config, tensors)
 
+    @property
+    def identity(self) -> str:
+        """What tells these weights from others without reading them: their files' names, sizes and times of change."""
+        found = [(file.name, file.stat()) for file in sorted({stored.file for stored in self.tensors.values()})]
+        return repr([(name, status.st_size, status.st_mtime_ns) for name, status in found])
+
     def names(self) -> frozenset[str]:
         return frozenset(self.tensors)
 

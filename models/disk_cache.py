@@ -83,11 +83,11 @@ def fingerprint(config: ModelConfig, switches: Switches, cache_type: CacheType, 
 
 def _processor() -> str:
     """What XLA chooses its instructions by, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
+    return platform.machine()
 
 
 def open_folder(folder: Path) -> bytes:

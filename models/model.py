@@ -17,6 +17,7 @@ from models.chat_template import ChatTemplate, default_chat_template
 from models.checkpoint import Checkpoint, read_json_object
 from models.compilation import enable_persistent_cache
 from models.config import ModelConfig, parse_config
+from models.disk_cache import DiskCache, fingerprint
 from models.errors import ConfigError, PromptError
 from models.generation import Request, Step, check_room
 from models.grammar import Grammar, GrammarCompiler
@@ -78,11 +79,12 @@ def load(
             f"'{path_or_preset}' is a shape without weights: pass weights='random' or a checkpoint folder"
         )
     if weights == "random":
-        network = random_network(config, dtype, switches, scheme=scheme)
+        network, identity = random_network(config, dtype, switches, scheme=scheme), "random"
     else:
         checkpoint = Checkpoint.open(folder)
         scheme = _agreed_scheme(checkpoint, scheme)
         network = load_network(checkpoint, config, dtype, switches, scheme, mapped=mapped)
+        identity = checkpoint.identity
     context = _context(config, max_context)
     kv = kv or ("float32" if scheme is None else "int8")
     processor = None if config.vision is None else ImageProcessor.from_folder(folder, max_image_tokens)
@@ -90,6 +92,7 @@ def load(
         name=Path(path_or_preset).name,
         config=config,
         inference=Inference(network, config, switches, kv),
+        weights=f"{identity} {dtype} {scheme and scheme.name}",
         text=_open_text(folder, config, processor, context),
         max_context=context,
         max_image_tokens=0 if processor is None else processor.max_tokens,
@@ -189,12 +192,14 @@ class LoadedModel:
         name: str,
         config: ModelConfig,
         inference: Inference,
+        weights: str,
         text: TextSide | None,
         max_context: int,
         max_image_tokens: int,
         end_tokens: frozenset[int],
         default_sampling: SamplingParams,
     ) -> None:
+        """`weights` tells the weights, and how they are kept, from others."""
         self.name = name
         self.config = config
         self.max_context = max_context
@@ -202,6 +207,7 @@ class LoadedModel:
         self.end_tokens = end_tokens
         self.default_sampling = default_sampling
         self.inference = inference
+        self._weights = weights
         self._text = text
 
     @property
@@ -384,8 +390,26 @@ class LoadedModel:
         )
 
     def batch(self, limits: BatchLimits | None = None) -> Batch:
-        """A cache and what runs in it; by default for one request at a time."""
-        return Batch(self.inference, self.max_context, limits or BatchLimits())
+        """A cache and what runs in it; by default for one request at a time.
+
+        Raises:
+            ConfigError: the limits' `disk_folder` cannot be used.
+        """
+        limits = limits or BatchLimits()
+        return Batch(self.inference, self.max_context, limits, self._disk_cache(limits))
+
+    def _disk_cache(self, limits: BatchLimits) -> DiskCache | None:
+        if limits.disk_folder is None:
+            return None
+        inference = self.inference
+        return DiskCache(
+            limits.disk_folder,
+            limits.disk_bytes,
+            fingerprint(self.config, inference.switches, inference.cache_type, self._weights, self.max_context),
+            inference.block_shapes,
+            row_by_row=inference.row_by_row,
+            largest_chunk=limits.largest_chunk,
+        )
 
     @property
     def bytes_per_slot(self) -> int:
@@ -397,7 +421,14 @@ class LoadedModel:
         if self._text is not None and self.end_tokens:
             _ = self._grammars  # takes a second for a large vocabulary
         limits = limits or BatchLimits()
-        self.inference.compile(self.max_context, self.max_image_tokens, limits.decoded_rows, limits.slots, progress)
+        self.inference.compile(
+            self.max_context,
+            self.max_image_tokens,
+            limits.decoded_rows,
+            limits.slots,
+            progress,
+            blocks=limits.disk_folder is not None,
+        )
 
 
 def _split_visuals(

@@ -10,9 +10,11 @@ import socket
 import sys
 import time
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import models
+from models.disk_cache import open_folder
 from models.model import find_folder
 from serving import request_log
 from serving.access import is_loopback
@@ -23,6 +25,7 @@ from serving.settings import Settings, parse_settings
 
 log = logging.getLogger("kestrel.command")
 CLOSING_SECONDS = 3.0  # for the last frames to reach their clients
+WRITING_SECONDS = 15.0  # for what is kept on disk
 
 
 def load(settings: Settings) -> models.LoadedModel:
@@ -64,6 +67,7 @@ async def run(settings: Settings, bound: socket.socket) -> int:
     await _first(engine.drain(settings.drain_timeout), hurried.wait())
     engine.stop()
     await listener.close(0 if hurried.is_set() else CLOSING_SECONDS)
+    await _first(engine.written(), hurried.wait(), asyncio.sleep(WRITING_SECONDS))
     return 1 if engine.state == "error" else 0
 
 
@@ -93,6 +97,8 @@ def main() -> int:
     request_log.write_to_stderr()
     try:
         find_folder(settings.model)
+        if settings.disk_kv is not None:
+            open_folder(Path(settings.disk_kv))  # what is wrong with it is said before the model is loaded
         bound = listening_socket(settings)
     except (models.KestrelError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -84,6 +84,8 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
             "max_queued": engine.max_queued,
             "slots": engine.slots(),
         }
+        if settings.disk_kv is not None:
+            state["disk_cache"] = engine.disk()
         return jsonify(state), 200 if engine.state == "ok" else 503
 
     @app.get("/metrics")

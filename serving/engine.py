@@ -60,6 +60,7 @@ class Engine:
         self.metrics.watch_state(get_args(State), lambda: self.state)
         self.metrics.watch_slots(self.slots)
         self.metrics.watch_pictures(self.pictures)
+        self.metrics.watch_disk(self.disk)
         self._load = load
         self._live: set[Job] = set()
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -96,6 +97,20 @@ class Engine:
         if self.batch is None:
             return {"queries": 0, "hits": 0}
         return {"queries": self.batch.images.queries, "hits": self.batch.images.hits}
+
+    def disk(self) -> dict[str, int]:
+        """What is kept on disk, how many prompts were looked up there and found to begin with some of it, and how many
+        tokens were read."""
+        disk = None if self.batch is None else self.batch.disk
+        if disk is None:
+            return {"files": 0, "bytes": 0, "queries": 0, "hits": 0, "read_tokens": 0}
+        return {
+            "files": disk.files,
+            "bytes": disk.nbytes,
+            "queries": disk.queries,
+            "hits": disk.hits,
+            "read_tokens": disk.read_tokens,
+        }
 
     def counts(self) -> dict[str, int]:
         """Requests by what became of them, and tokens, since the start."""
@@ -165,6 +180,11 @@ class Engine:
         self._fail_all(ApiError(503, "the server is shutting down", code="draining"))
         self._queue.put(None)
 
+    async def written(self) -> None:
+        """Waits, after `stop`, until what is kept on disk has been written: the thread's last work."""
+        while self.batch is not None and self.batch.disk is not None and self._thread.is_alive():
+            await asyncio.sleep(0.02)
+
     def _fail_all(self, error: ApiError) -> None:
         for job in list(self._live):
             job.deliver(Failure(error))
@@ -198,6 +218,7 @@ class Engine:
                 self._drop_cancelled()
                 if self._runs:
                     self._advance()
+            self.batch.close()
         except KestrelError as error:  # the model cannot be loaded, for a reason that the user can put right
             log.error("%s", error)
             self._tell(self._enter, "error", str(error))
@@ -247,8 +268,6 @@ class Engine:
             self._lose_batch()
         else:
             self._runs[generation] = run
-            run.job.reused_tokens = run.job.reused_tokens or generation.reused
-            self.metrics.prompt_reuse(generation.length, generation.reused)
 
     def _request(self, job: Job, work: Work) -> Request:
         return self.model.request(
@@ -286,6 +305,9 @@ class Engine:
         job = run.job
         if isinstance(item, PrefillProgress):
             job.timing.prefilled = now
+            if item.done == item.total:
+                job.reused_tokens = job.reused_tokens or generation.reused
+                self.metrics.prompt_reuse(generation.length, generation.reused)
             return None
         if isinstance(item, Exception):
             del self._runs[generation]

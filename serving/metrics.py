@@ -100,13 +100,25 @@ class Metrics:
         texts = {"queries": "Pictures that were needed.", "hits": "Pictures that had been encoded already."}
         self._watch_each("mm_cache", pictures, **texts)
 
+    def watch_disk(self, disk: Callable[[], dict[str, int]]) -> None:
+        """Shows what is kept on disk."""
+        self._watch_each(
+            "disk_cache",
+            disk,
+            files="Files with keys and values of earlier requests.",
+            bytes="What these files take.",
+            queries="Prompts that were looked up in them.",
+            hits="Prompts of which they had more than the cache in memory.",
+            read_tokens="Tokens that were read from them.",
+        )
+
     def _watch_each(self, name: str, numbers: Callable[[], dict[str, int]], **texts: str) -> None:
         """A gauge for every one of some numbers, with what it means."""
         for key, text in texts.items():
             self._new(Gauge, f"{name}_{key}", text).set_function(lambda key=key: numbers()[key])
 
     def prompt_reuse(self, tokens: int, reused: int) -> None:
-        """Counts a prompt that enters the batch, and how much of it was in the cache."""
+        """Counts a prompt that has been taken in, and how much of it was in the cache."""
         self._prefix_queries.inc(tokens)
         self._prefix_hits.inc(reused)
 

@@ -279,6 +279,7 @@ def _other_answers() -> Schema:
         "AnthropicError": _object(type=_one_of("error"), error=error, request_id=_or_null(TEXT)),
         "Models": _object(object=_one_of("list"), data=_list(model)),
         "Health": _object(
+            {"disk_cache": _object(files=COUNT, bytes=COUNT, queries=COUNT, hits=COUNT, read_tokens=COUNT)},
             status=STATES,
             model=TEXT,
             busy={"type": "boolean"},

@@ -38,6 +38,8 @@ class Settings:
     prefill_budget: int = 256
     prefix_cache_mb: int = 512
     image_cache_mb: int = 128
+    disk_kv: str | None = None
+    disk_kv_mb: int = 4096
     spec_k: int = 0
     min_free_mb: int = 512
     backlog: int = 128
@@ -66,6 +68,8 @@ class Settings:
             image_cache_bytes=self.image_cache_mb << 20,
             reuse=self.prefix_cache_mb > 0,
             draft=self.spec_k,
+            disk_folder=None if self.disk_kv is None else Path(self.disk_kv),
+            disk_bytes=self.disk_kv_mb << 20,
         )
 
 
@@ -107,6 +111,12 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
     parser.add_argument(
         "--image-cache-mb", type=_count, default=default.image_cache_mb, help="MB for pictures that have been encoded"
     )
+    parser.add_argument(
+        "--disk-kv",
+        metavar="DIR",
+        help="a folder that keeps what requests have computed, so that after a restart it need not be computed again",
+    )
+    parser.add_argument("--disk-kv-mb", type=_count, default=default.disk_kv_mb, help="MB for the files in that folder")
     parser.add_argument(
         "--spec-k",
         type=_count,
@@ -170,6 +180,8 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
         parser.error(f"--api-key-file: {error}")
     except ValueError as error:
         parser.error(str(error))
+    if values["disk_kv"] is not None and not values["prefix_cache_mb"]:
+        parser.error("--disk-kv keeps what --prefix-cache-mb would keep; give that more than 0")
     values["model_id"] = values["model_id"] or values["model"].rstrip("/").rsplit("/", 1)[-1]
     return Settings(**values)
 

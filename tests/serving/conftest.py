@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,11 +88,11 @@ async def server() -> AsyncIterator[Server]:
         yield running
 
 
-@pytest.fixture(scope="session")
-def tiny_url() -> Iterator[str]:
-    """The address of `python -m serving` with tiny-vl, as users run it."""
+@contextmanager
+def tiny_server(*arguments: str) -> Iterator[str]:
+    """The address of `python -m serving` with tiny-vl, as users run it; a signal ends it."""
     command = [sys.executable, "-m", "serving", "--model", "tiny-vl", "--port", "0", "--max-context", "512"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         url = re.search(r"http://\S+:\d+", process.stdout.readline())[0]
         ready = process.stdout.readline()
@@ -104,3 +104,10 @@ def tiny_url() -> Iterator[str]:
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_url() -> Iterator[str]:
+    """The address of such a server with the default settings."""
+    with tiny_server() as url:
+        yield url

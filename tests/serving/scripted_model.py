@@ -202,6 +202,7 @@ class ScriptedBatch:
     def __init__(self, model: ScriptedModel, limits: BatchLimits) -> None:
         self.limits = limits
         self.images = ImageCache(0)
+        self.disk = None
         self.slots = SlotTable(
             limits.slots, model.max_context, reuse=limits.reuse, row_by_row=True, largest_chunk=limits.largest_chunk
         )
@@ -229,6 +230,8 @@ class ScriptedBatch:
     def abandon(self) -> None:
         for generation in list(self.running):
             self.leave(generation)
+
+    close = abandon
 
     def step(self) -> list[tuple[ScriptedGeneration, Any]]:
         items = []

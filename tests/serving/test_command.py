@@ -176,6 +176,14 @@ def test_a_model_that_does_not_exist_is_said(monkeypatch, capsys, model):
     assert capsys.readouterr().err.startswith(f"error: '{model}' is neither a folder")
 
 
+def test_a_folder_that_cannot_be_used_is_said(monkeypatch, capsys, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(command, "find_folder", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["serving", "--port", "0", "--disk-kv", str(tmp_path / "file")])
+    assert command.main() == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'file'}: keys and values cannot be kept there")
+
+
 def test_a_port_in_use_is_said(monkeypatch, capsys):
     monkeypatch.setattr(command, "find_folder", lambda name: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -210,6 +218,8 @@ def test_a_server_that_others_can_reach_without_a_key_is_warned_of(monkeypatch, 
         ["--max-queued", "-1"],
         ["--max-queued", "many"],
         ["--min-free-mb", "-1"],
+        ["--disk-kv-mb", "-1"],
+        ["--disk-kv", "folder", "--prefix-cache-mb", "0"],
         ["--max-connections", "-1"],
         ["--backlog", "1.5"],
         ["--port", "65536"],
