@@ -34,6 +34,7 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
     app.url_map.merge_slashes = False  # a redirect would be the only answer that is not JSON
     app.register_blueprint(demo_page.blueprint)
     workers = ThreadPoolExecutor(PREPARING_THREADS, thread_name_prefix="prepare")
+    parser = ThreadPoolExecutor(1, thread_name_prefix="parse")
     access = Access(settings)
     started = int(time.time())
 
@@ -44,7 +45,8 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
         yield
         lag.cancel()
         engine.stop()
-        workers.shutdown(wait=False, cancel_futures=True)
+        for threads in (workers, parser):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     @app.before_request
     async def begin_record() -> None:
@@ -104,7 +106,7 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
         """What may be asked, and what is answered, for programs."""
         return jsonify(openapi.document(settings))
 
-    app.register_blueprint(model_routes(engine, settings, workers))
+    app.register_blueprint(model_routes(engine, settings, workers, parser))
     app.register_blueprint(admin_routes(engine, settings, access))
 
     @app.errorhandler(ApiError)

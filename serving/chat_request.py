@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, FailFast, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 from models.sampling import MAX_TOP_LOGPROBS
 from serving.content_parts import check_content
@@ -31,7 +31,7 @@ class Message(Strict):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     role: Role
     content: Any = None
-    tool_calls: list[SentCall] | None = None
+    tool_calls: Annotated[list[SentCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
 
@@ -61,7 +61,7 @@ class ResponseFormat(Strict):
 class ChatRequest(GenerationRequest):
     """A valid request. None means that the client did not say."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES), FailFast()]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     stream_options: ChatStreamOptions | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -74,7 +74,7 @@ class ChatRequest(GenerationRequest):
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     context_mode: Annotated[str, AfterValidator(_known_mode)] | None = None
-    context_tokens: list[int] | None = None
+    context_tokens: Annotated[list[int], Field(fail_fast=True)] | None = None
     continue_final_message: bool | None = None
 
     @property

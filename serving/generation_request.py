@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from models import SamplingParams
 from models.tokenizer import Tokenizer
@@ -14,11 +14,22 @@ from serving.json_body import Strict
 
 MOST_CHOICES = 8
 LONGEST_ID = 10  # digits of a token id
+MOST_BIASED = 2**15  # tokens with a `logit_bias`
 SEED_STEP = 0x9E3779B97F4A7C15  # odd and far from small numbers, so that neighbouring seeds share no choices
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=1)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 StopText = Annotated[str, Field(min_length=1)]
+
+
+def _few(bias: Any) -> Any:
+    """Refuses many before their values are checked, since all that are wrong would be collected."""
+    if isinstance(bias, dict) and len(bias) > MOST_BIASED:
+        raise ValueError(f"should be for at most {MOST_BIASED} tokens")
+    return bias
+
+
+Biases = Annotated[dict[str, Bias], Field(max_length=MOST_BIASED), BeforeValidator(_few)]
 
 
 class StreamOptions(Strict):
@@ -40,7 +51,7 @@ class GenerationRequest(Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Bias] | None = None
+    logit_bias: Biases | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=4)] | None = None
     max_tokens: Count | None = None

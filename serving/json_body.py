@@ -6,6 +6,8 @@ import asyncio
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Executor
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -15,6 +17,8 @@ from serving.errors import ApiError, bad_request
 
 DEEPEST_NESTING = 64
 MOST_MESSAGES = 2048
+MOST_VALUES = 2**20  # each takes many times as much memory as its text
+SMALL_BODY = 2**16  # bytes; checked within milliseconds
 # A union reports each of its branches; their names are no part of the request.
 BRANCHES = ("list[", "constrained-", "function-", "literal[", "dict[")
 
@@ -26,6 +30,21 @@ class Strict(BaseModel):
 
 
 Fields = TypeVar("Fields", bound=Strict)
+Parsed = TypeVar("Parsed")
+
+
+async def read_request(parse: Callable[[bytes], Parsed], seconds: float, parser: Executor) -> Parsed:
+    """What `parse` makes of the request's body, which may take so many seconds to come. A large one is parsed by
+    `parser`: on the event loop it would hold up everybody. One thread is enough, and keeps memory small: Python runs
+    no two at a time.
+
+    Raises:
+        ApiError: those of `read_body` and of `parse`.
+    """
+    body = await read_body(seconds)
+    if len(body) <= SMALL_BODY:
+        return parse(body)
+    return await asyncio.get_running_loop().run_in_executor(parser, parse, body)
 
 
 async def read_body(seconds: float) -> bytes:
@@ -66,9 +85,11 @@ def checked_fields(kind: type[Fields], values: dict[str, Any]) -> Fields:
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body. NaN and Infinity are no JSON; a field comes once; nesting is limited."""
+    """The JSON object of a body. NaN and Infinity are no JSON; a field comes once; nesting and values are limited."""
     if not body:
         raise bad_request("the body is empty; it should be a JSON object")
+    if len(body) > MOST_VALUES and (marks := sum(body.count(mark) for mark in (b",", b":", b"[", b"{"))) > MOST_VALUES:
+        raise bad_request(f"the body has {marks} commas, colons and opening brackets; it may have {MOST_VALUES}")
     try:
         text = body.decode("utf-8")
         values = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import FailFast, Field
+from pydantic import Field
 
 from serving.chat_request import ChatRequest, checked_chat_request
 from serving.errors import bad_request
@@ -14,6 +14,7 @@ from serving.json_body import MOST_MESSAGES, Strict, read_fields
 from serving.tools import MOST_TOOLS, FunctionName
 
 Choice = Literal["auto", "any", "tool", "none"]
+Blocks = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -21,7 +22,7 @@ class Turn(Strict):
     """One turn: a text or a list of blocks."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
+    content: str | Blocks
 
 
 class ToolDefinition(Strict):
@@ -63,9 +64,9 @@ class OutputConfig(Strict):
 class CountTokensRequest(Strict):
     """A valid request for the length of a prompt. None means that the client did not say."""
 
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=MOST_MESSAGES), FailFast()]
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     model: str | None = None
-    system: str | list[dict[str, Any]] | None = None
+    system: str | Blocks | None = None
     tools: Annotated[list[ToolDefinition], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from quart import Blueprint, Response, g, jsonify
@@ -14,17 +14,22 @@ from serving.completions import parse_completion_request
 from serving.engine import Engine
 from serving.errors import ApiError
 from serving.job import Job
-from serving.json_body import read_body
+from serving.json_body import Parsed, read_request
 from serving.messages_request import parse_count_request, parse_messages_request
 from serving.settings import Settings
 from serving.tokens import parse_tokenize_request
 
 
-def model_routes(engine: Engine, settings: Settings, workers: ThreadPoolExecutor) -> Blueprint:
-    """The routes around an engine; `workers` build prompts."""
+def model_routes(
+    engine: Engine, settings: Settings, workers: ThreadPoolExecutor, parser: ThreadPoolExecutor
+) -> Blueprint:
+    """The routes around an engine; `workers` build prompts, `parser` takes large bodies apart."""
     blueprint = Blueprint("model", __name__)
     counter = tokens.TokenCounter(engine, workers)
     ping_seconds = settings.ping_seconds or None
+
+    async def read(parse: Callable[[bytes], Parsed]) -> Parsed:
+        return await read_request(parse, settings.body_timeout, parser)
 
     def admit(model: str | None) -> Job:
         """A place for this request, given back however its task ends, even before its stream has begun."""
@@ -36,7 +41,7 @@ def model_routes(engine: Engine, settings: Settings, workers: ThreadPoolExecutor
     @blueprint.post("/v1/chat/completions")
     async def chat_completions() -> Response:
         """A chat completion, streamed or whole."""
-        asked = parse_chat_request(await read_body(settings.body_timeout))
+        asked = await read(parse_chat_request)
         exchange = await chat.begin(engine, asked, settings.model_id, admit(asked.model), workers)
         if asked.stream:
             return _streamed(chat.stream(exchange, settings.kestrel_events, ping_seconds))
@@ -45,7 +50,7 @@ def model_routes(engine: Engine, settings: Settings, workers: ThreadPoolExecutor
     @blueprint.post("/v1/completions")
     async def text_completions() -> Response:
         """What follows on prompts that are taken as they are."""
-        asked = parse_completion_request(await read_body(settings.body_timeout))
+        asked = await read(parse_completion_request)
         completion = await completions.begin(engine, asked, settings.model_id, admit(asked.model), workers)
         if asked.stream:
             return _streamed(completions.stream(completion, ping_seconds))
@@ -54,7 +59,7 @@ def model_routes(engine: Engine, settings: Settings, workers: ThreadPoolExecutor
     @blueprint.post("/v1/messages")
     async def anthropic_messages() -> Response:
         """A chat in the form of Anthropic's API."""
-        asked = parse_messages_request(await read_body(settings.body_timeout))
+        asked = await read(parse_messages_request)
         exchange = await chat.begin(engine, asked, settings.model_id, admit(asked.model), workers)
         return (
             _streamed(messages.stream(exchange, ping_seconds))
@@ -65,14 +70,14 @@ def model_routes(engine: Engine, settings: Settings, workers: ThreadPoolExecutor
     @blueprint.post("/v1/messages/count_tokens")
     async def count_tokens() -> Response:
         """How many tokens the prompt of such a chat has."""
-        asked = parse_count_request(await read_body(settings.body_timeout))
+        asked = await read(parse_count_request)
         _check_model(asked.model, settings)
         return jsonify({"input_tokens": (await counter.answer(asked))["count"]})
 
     @blueprint.post("/tokenize")
     async def tokenize() -> Response:
         """The token ids of a text or a conversation."""
-        asked = parse_tokenize_request(await read_body(settings.body_timeout))
+        asked = await read(parse_tokenize_request)
         _check_model(asked.model, settings)
         return jsonify(await counter.answer(asked))
 

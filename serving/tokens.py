@@ -10,11 +10,11 @@ from pydantic import Field
 
 from models import KestrelError, LoadedModel
 from serving import chat
-from serving.chat_request import ChatRequest, parse_chat_request
+from serving.chat_request import ChatRequest, checked_chat_request
 from serving.completions import token_ids
 from serving.engine import Engine
 from serving.errors import ApiError, bad_request
-from serving.json_body import Strict, parse_json, read_fields
+from serving.json_body import Strict, checked_fields, parse_json
 
 LONGEST_TEXT = 2**20  # characters
 MOST_AT_ONCE = 16  # conversations may bring pictures, which take memory
@@ -36,7 +36,7 @@ def parse_tokenize_request(body: bytes) -> TokenizeText | ChatRequest:
     values = parse_json(body)
     if ("prompt" in values) == ("messages" in values):
         raise bad_request("the body should have either 'prompt' or 'messages'", "prompt")
-    return read_fields(TokenizeText, body) if "prompt" in values else parse_chat_request(body)
+    return checked_fields(TokenizeText, values) if "prompt" in values else checked_chat_request(values)
 
 
 class TokenCounter:

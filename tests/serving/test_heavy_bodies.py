@@ -1,12 +1,18 @@
-"""Bodies that are small to send but could be a lot of work: each is refused at little cost."""
+"""Bodies that could be a lot of work: what is wrong is refused at little cost, what is right holds up nobody."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from .chat_client import COMPLETIONS, body
+from serving import json_body
+
+from .chat_client import COMPLETIONS, ask, body
 from .test_http import assert_refused
 
 
@@ -68,3 +74,88 @@ async def test_a_text_too_long_for_the_context_is_not_encoded(server, monkeypatc
 async def test_a_text_too_long_to_be_tokenized(server):
     refused = await post(server, "/tokenize", {"prompt": "x" * 2_000_000})
     assert_refused(refused, 400, "prompt")
+
+
+PADDING = {"padding": ["x" * 1000] * 100}
+TURN = {"messages": [{"role": "user", "content": "hi"}]}
+LARGE = {
+    COMPLETIONS: TURN | PADDING,
+    "/v1/completions": {"prompt": "hi"} | PADDING,
+    "/v1/messages": TURN | PADDING | {"max_tokens": 1},
+    "/v1/messages/count_tokens": TURN | PADDING,
+    "/tokenize": {"prompt": "hi"} | PADDING,
+}
+
+
+@pytest.mark.parametrize("path", LARGE)
+@pytest.mark.parametrize(("changes", "status"), [({}, 200), ({"model": 5}, 400)])
+async def test_a_large_body_is_parsed_beside_the_event_loop(server, monkeypatch, path, changes, status):
+    """While it is, others are answered: small bodies are not kept waiting by large ones."""
+    begun, answered = threading.Event(), threading.Event()
+    loads = json.loads
+
+    def slow(text: str, **options: Any) -> Any:
+        if len(text) > json_body.SMALL_BODY and "padding" in text:
+            begun.set()
+            assert answered.wait(20)
+        return loads(text, **options)
+
+    monkeypatch.setattr(json_body.json, "loads", slow)
+    large = asyncio.create_task(post(server, path, LARGE[path] | changes))
+    await server.until(begun.is_set)
+    assert (await server.client.get("/health")).status_code == 200
+    assert await ask(server, "hello") == "hello"
+    answered.set()
+    assert (await large).status_code == status
+
+
+@pytest.mark.parametrize("path", LARGE)
+@pytest.mark.parametrize("value", ["0", '"a"', "[]", '{"a":0}'])
+async def test_more_values_than_any_request_needs(server, path, value):
+    text = f'{{"a": [{",".join([value] * 2**20)}]}}'
+    refused = await server.client.post(path, content=text.encode(), headers={"Content-Type": "application/json"})
+    assert refused.status_code == 400
+    assert "it may have 1048576" in refused.text
+
+
+MANY = 20_000
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETIONS, {"context_tokens": ["a"] * MANY}),
+        (COMPLETIONS, {"logit_bias": {str(number): "a" for number in range(2 * MANY)}}),
+        (COMPLETIONS, {"messages": [{"role": "assistant", "tool_calls": [0] * MANY}]}),
+        (COMPLETIONS, {"messages": ["a"] * 2048}),
+        (COMPLETIONS, {"stop": [0] * MANY}),
+        (COMPLETIONS, {"tools": [0] * MANY}),
+        (COMPLETIONS, {"messages": [{"role": "user", "content": ["a"] * MANY}]}),
+        (
+            COMPLETIONS,
+            {"messages": [{"role": "user", "content": [{"type": "video_frames", "video_frames": [0] * MANY}]}]},
+        ),
+        ("/v1/completions", {"prompt": [{}] * MANY}),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {str(number): "a" for number in range(2 * MANY)}}),
+        ("/v1/messages", {"messages": ["a"] * 2048}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": ["a"] * MANY}]}),
+        ("/v1/messages", {"system": ["a"] * MANY}),
+        ("/v1/messages", {"tools": [0] * MANY}),
+        ("/v1/messages", {"stop_sequences": [0] * MANY}),
+        ("/tokenize", {"messages": [{"role": "assistant", "tool_calls": [0] * MANY}]}),
+    ],
+)
+async def test_of_many_errors_the_first_is_enough(server, monkeypatch, path, fields):
+    """An error takes more memory than what is wrong, so they are not collected."""
+    counts = []
+
+    def noting(error: ValidationError) -> Exception:
+        counts.append(error.error_count())
+        return explained(error)
+
+    explained = json_body._explained
+    monkeypatch.setattr(json_body, "_explained", noting)
+    refused = await post(server, path, {"max_tokens": 1} | (TURN if path != "/v1/completions" else {}) | fields)
+    assert refused.status_code == 400
+    assert len(refused.content) < 1000
+    assert max(counts, default=1) <= 3
