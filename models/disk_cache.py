@@ -25,7 +25,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -70,15 +70,21 @@ class Block:
 def fingerprint(config: ModelConfig, switches: Switches, cache_type: CacheType, weights: str, context: int) -> str:
     """What the bits of keys and values depend on, besides tokens and pictures: the model (`weights` tells its weights
     and how they are kept), this program, and what it computes with."""
-    program = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.rglob("*.py")):
-        program.update(file.read_bytes())
     variant = active_variant()
     # Plain JAX sums over the whole capacity of the cache.
     kernels = ("reference", capacity_for(context)) if variant is None else (variant, library_file().name)
     machine = (jax.__version__, jax.lib.__version__, os.environ.get("XLA_FLAGS"), _processor())
-    parts = (config, switches, cache_type, weights, program.hexdigest(), kernels, machine)
+    parts = (config, switches, cache_type, weights, _program(), kernels, machine)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@cache  # what runs is what was there at the start
+def _program() -> str:
+    """A hash of the source of this package: any change in it may be one of the arithmetic."""
+    program = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
+        program.update(file.read_bytes())
+    return program.hexdigest()
 
 
 def _processor() -> str:
