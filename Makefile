@@ -5,8 +5,9 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/ready
 MODEL ?= tiny-vl
 ARGS ?=
+BENCHMARKS ?= tests/*/test_*benchmarks.py
 
-.PHONY: setup serve test test-aarch64 lint
+.PHONY: setup serve test test-aarch64 lint reproduce reproduce-full bench
 
 setup: $(READY)
 
@@ -29,6 +30,19 @@ test: $(READY)
 # For correctness on the other architecture, in emulation where this machine is not one; takes more than an hour.
 test-aarch64: $(READY)
 	tests/aarch64 $(if $(ARGS),-- $(ARGS))
+
+# The documented figures beside those of this machine.
+reproduce: $(READY)
+	$(RUN) -m experiments.report --quick $(ARGS)
+
+reproduce-full: $(READY)
+	$(RUN) -m experiments.report $(ARGS)
+
+# Times of small parts, compared with the last run that was kept, if there is one.
+bench: $(READY)
+	$(RUN) -m pytest -o addopts='-q -p no:schemathesis' -W ignore::pytest_benchmark.logger.PytestBenchmarkWarning \
+	  --benchmark-only --benchmark-compare --benchmark-storage=.benchmarks --benchmark-group-by=fullfunc \
+	  --benchmark-columns=median,iqr,rounds $(ARGS) $(BENCHMARKS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -2,12 +2,11 @@
 
 import asyncio
 import itertools
-import json
 from random import Random
 
 import pytest
 
-from experiments import health_rtt, soak
+from experiments import soak
 from experiments.server_process import Server
 from experiments.soak_clients import Record, Soak
 from experiments.soak_report import Memory, pooled
@@ -109,11 +108,3 @@ def test_the_slope_is_that_of_the_memory_after_the_warm_up():
 def test_a_record_keeps_what_is_worth_keeping():
     assert Record("leave", 1.0, "left").row() == {"kind": "leave", "start": 1.0, "outcome": "left"}
     assert Record("stream", 1.0, "answered", exact=False, mixed=True).row()["exact"] is False
-
-
-def test_probes_are_answered_while_prompts_are_computed(tmp_path, capsys):
-    probes = health_rtt.main(["--quick", "--out", str(tmp_path)])
-    assert {probe["busy"] for probe in probes} >= {True}
-    assert "computing a prompt" in (tmp_path / "table.md").read_text()
-    assert [json.loads(line) for line in (tmp_path / "raw.jsonl").read_text().splitlines()] == probes
-    assert "| computing a prompt |" in capsys.readouterr().out

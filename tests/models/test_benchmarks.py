@@ -1,13 +1,18 @@
-"""Times of a prompt and of a decoded token, for `pytest -n 0 --benchmark-enable`; else each runs once, as a test."""
+"""Times of a prompt, a decoded token, a choice and of text as tokens, for `make bench`; else each runs once, as a
+test."""
 
 from collections.abc import Iterator
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 import models
-from models import LoadedModel
+from models import LoadedModel, SamplingParams
+from models.qwen_vocabulary import QWEN_VOCABULARY, qwen_tokenizer
+from models.sampling import everything, sample, start_sampling
 
 PROMPT = 24  # tokens
 STEPS = 30  # timed; all of them fit the smallest cache
@@ -45,3 +50,18 @@ def test_decode(benchmark: BenchmarkFixture, model: LoadedModel, expected: list[
     benchmark.pedantic(lambda: tokens.append(next(running)), rounds=STEPS)
     assert len(tokens) > 1
     assert tokens == expected[: len(tokens)]
+
+
+def test_sampling(benchmark: BenchmarkFixture):
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((8, QWEN_VOCABULARY), np.float32))
+    params = SamplingParams(temperature=0.7, top_p=0.9, top_k=40)
+    state = start_sampling([(params, np.zeros(0, np.int32))] * 8, QWEN_VOCABULARY)
+    slots, allowed = np.arange(8, dtype=np.int32), everything(8, QWEN_VOCABULARY)
+    step = jax.jit(sample)
+    sampled, _ = benchmark(lambda: jax.block_until_ready(step(logits, state, slots, allowed)))
+    assert (np.asarray(jnp.argsort(logits)[:, -40:]) == np.asarray(sampled.token)[:, None]).any(axis=1).all()
+
+
+def test_text_to_tokens_and_back(benchmark: BenchmarkFixture):
+    tokenizer, text = qwen_tokenizer(), "The quick brown fox jumps over the lazy dog. 敏捷的狐狸。" * 40
+    assert benchmark(lambda: tokenizer.decode(tokenizer.encode_text(text))) == text
