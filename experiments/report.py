@@ -18,13 +18,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import batch_margin, concurrency, health_rtt, prefill_width, scaling_model, sse_timeline
+from experiments import (
+    batch_margin,
+    concurrency,
+    flush_ablation,
+    health_rtt,
+    prefill_width,
+    scaling_model,
+    sse_timeline,
+)
 from experiments.bench import ROOT
 from experiments.experiment import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
     module.EXPERIMENT.name: module.EXPERIMENT
-    for module in (sse_timeline, health_rtt, concurrency, batch_margin, prefill_width, scaling_model)
+    for module in (sse_timeline, health_rtt, concurrency, batch_margin, prefill_width, scaling_model, flush_ablation)
 }
 CLIENTS = ("sse_timeline", "health_rtt", "concurrency")  # need nothing but a server
 QUICK: Mapping[str, Sequence[str]] = {
@@ -34,6 +42,7 @@ QUICK: Mapping[str, Sequence[str]] = {
     "batch_margin": ("--groups", "5", "--prompts", "2"),
     "prefill_width": ("--prompts", "2"),
     "scaling_model": ("--repeats", "3"),
+    "flush_ablation": ("--pace", "20", "--repeats", "2"),
 }
 README = ROOT / "README.md"
 BEGIN, END = "<!-- written by experiments.report -->\n", "<!-- end -->\n"
