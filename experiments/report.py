@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from experiments import (
+    backlog,
     batch_margin,
     concurrency,
     flush_ablation,
     health_rtt,
     prefill_width,
     scaling_model,
+    shared_state,
     sse_timeline,
 )
 from experiments.bench import ROOT
@@ -32,9 +34,20 @@ from experiments.experiment import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
     module.EXPERIMENT.name: module.EXPERIMENT
-    for module in (sse_timeline, health_rtt, concurrency, batch_margin, prefill_width, scaling_model, flush_ablation)
+    for module in (
+        sse_timeline,
+        health_rtt,
+        concurrency,
+        batch_margin,
+        prefill_width,
+        scaling_model,
+        flush_ablation,
+        backlog,
+        shared_state,
+    )
 }
 CLIENTS = ("sse_timeline", "health_rtt", "concurrency")  # need nothing but a server
+SMALL = ("flush_ablation", "backlog")  # about what no model changes; a large one would take hours and much memory
 QUICK: Mapping[str, Sequence[str]] = {
     "sse_timeline": ("--quant", "q4", "--repeats", "3"),
     "health_rtt": ("--probes", "100", "--repeats", "2"),
@@ -43,6 +56,8 @@ QUICK: Mapping[str, Sequence[str]] = {
     "prefill_width": ("--prompts", "2"),
     "scaling_model": ("--repeats", "3"),
     "flush_ablation": ("--pace", "20", "--repeats", "2"),
+    "backlog": ("--clients", "48", "--tokens", "100", "--repeats", "1"),
+    "shared_state": ("--pairs", "5"),
 }
 README = ROOT / "README.md"
 BEGIN, END = "<!-- written by experiments.report -->\n", "<!-- end -->\n"
@@ -76,7 +91,7 @@ def measure(options: argparse.Namespace) -> None:
     for number, name in enumerate(names, 1):
         print(f"{number} of {len(names)}: {name}", flush=True)
         arguments = list(QUICK[name]) if options.quick else []
-        arguments += ["--model", options.model] if options.model else []
+        arguments += ["--model", options.model] if options.model and name not in SMALL else []
         arguments += ["--url", options.url] if options.url and name in CLIENTS else []
         EXPERIMENTS[name].run([*arguments, "--out", str(options.out / name)])
 
