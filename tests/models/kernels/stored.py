@@ -1,4 +1,8 @@
-"""Random weights and activations for the kernel tests."""
+"""Random weights and activations for the kernel tests, in numpy.
+
+They are the same on every machine: what is not whole numbers is computed in float64, so that the last bits of a
+machine's libraries do not matter, and then rounded.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,14 +17,13 @@ FORMATS = ("q4", "q8", "float32", "bfloat16")
 def random_weight(random: np.random.Generator, format: str, outputs: int, inputs: int, stack: tuple[int, ...] = ()):
     """A stored weight and its scale; quantised ones with every value that the format has."""
     if format in ("float32", "bfloat16"):
-        values = random.standard_normal((*stack, outputs, inputs), np.float32)
-        return jnp.asarray(values, jnp.dtype(format)), no_scale()
+        return random.standard_normal((*stack, outputs, inputs)).astype(jnp.dtype(format)), no_scale()
     blocks, groups = -(-outputs // BLOCK), -(-inputs // GROUP)
     shape = (*stack, blocks, groups)
     scale = random.uniform(0.001, 0.1, (*shape, BLOCK)).astype(np.float16)
     if format == "q4":
-        return jnp.asarray(random.integers(0, 256, (*shape, 128), np.uint8)), jnp.asarray(scale)
-    return jnp.asarray(random.integers(-127, 128, (*shape, 256), np.int8)), jnp.asarray(scale)
+        return random.integers(0, 256, (*shape, 128), np.uint8), scale
+    return random.integers(-127, 128, (*shape, 256), np.int8), scale
 
 
 def random_rows(random: np.random.Generator, *shape: int) -> np.ndarray:
@@ -31,7 +34,7 @@ def random_rows(random: np.random.Generator, *shape: int) -> np.ndarray:
 def random_cache(random: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> LayerCache:
     """Keys and values `[batch, kv_heads, capacity, head_dim]` of a layer and, for int8, their scales."""
     if dtype == "int8":
-        numbers = [jnp.asarray(random.integers(-127, 128, shape, np.int8)) for _ in range(2)]
-        scales = [jnp.asarray(random.uniform(0.005, 0.02, shape[:-1]).astype(np.float32)) for _ in range(2)]
+        numbers = [random.integers(-127, 128, shape, np.int8) for _ in range(2)]
+        scales = [random.uniform(0.005, 0.02, shape[:-1]).astype(np.float32) for _ in range(2)]
         return LayerCache(*numbers, tuple(scales))
-    return LayerCache(*(jnp.asarray(random.standard_normal(shape), jnp.dtype(dtype)) for _ in range(2)))
+    return LayerCache(*(random.standard_normal(shape).astype(jnp.dtype(dtype)) for _ in range(2)))

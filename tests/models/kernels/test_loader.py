@@ -15,8 +15,8 @@ ASK = ["-m", "models.generate", "--model", "tiny-moe", "--quant", "q4", "--max-c
 
 
 def run(arguments: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    """Python in a process of its own."""
-    environment = os.environ | variables
+    """Python in a process of its own, which chooses kernels as `variables` say."""
+    environment = os.environ | {CHOICE: "auto"} | variables
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
 
 

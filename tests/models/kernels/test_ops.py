@@ -9,20 +9,30 @@ import pytest
 
 from models.cache import CACHE_TYPES, LayerCache
 from models.kernels import ops, reference
+from tests.models.kernels.results import expected_from, in_numpy
 from tests.models.kernels.stored import FORMATS, random_cache, random_rows, random_weight
 
-# Compiled once per shape rather than operation by operation, which takes most of the time of these tests.
-reference_matmul = jax.jit(reference.matmul, static_argnums=3)
-reference_gated_mlp = jax.jit(reference.gated_mlp, static_argnums=5)
-reference_experts = jax.jit(reference.experts, static_argnums=5)
-reference_attention = jax.jit(reference.cached_attention)
-reference_norm = jax.jit(reference.rms_norm)
+products, gated_mlp, experts = (in_numpy(function) for function in (ops.matmul, ops.gated_mlp, ops.experts))
+cached_attention = in_numpy(ops.cached_attention)
+expected_norm = expected_from(reference.rms_norm)
+expected_product = expected_from(reference.matmul, static=(3,))
+expected_gated_mlp = expected_from(reference.gated_mlp, static=(5,))
+expected_experts = expected_from(reference.experts, static=(5,))
+expected_attention = expected_from(reference.cached_attention)
 SHAPES = ((8, 32), (1, 1), (24, 96), (7, 33), (40, 2048), (130, 70))
+
+
+def zeros(*shape):
+    return np.zeros(shape, np.float32)
+
+
+def ones(*shape):
+    return np.ones(shape, np.float32)
 
 
 def matmul(x, weights, outputs, norm=None):
     """The product without a norm, where a test does not care for one."""
-    return ops.matmul(x, ops.no_norm() if norm is None else norm, weights, outputs)
+    return products(x, ops.no_norm() if norm is None else norm, weights, outputs)
 
 
 def close(found, wanted, tolerance: float = 2e-6) -> None:
@@ -36,9 +46,9 @@ def close(found, wanted, tolerance: float = 2e-6) -> None:
 def test_matmul_equals_the_reference(variant, format, outputs, inputs, rows):
     random = np.random.default_rng([outputs, inputs, rows])
     weight = random_weight(random, format, outputs, inputs)
-    x = jnp.asarray(random_rows(random, rows, inputs))
+    x = random_rows(random, rows, inputs)
     [found] = matmul(x, [weight], [outputs])
-    close(found, reference_matmul(x, *weight, outputs))
+    close(found, expected_product(x, *weight, outputs))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -46,7 +56,7 @@ def test_matmul_with_several_weights(variant, format):
     random = np.random.default_rng(1)
     sizes = (50, 8, 200)
     weights = [random_weight(random, format, size, 64) for size in sizes]
-    x = jnp.asarray(random_rows(random, 5, 64))
+    x = random_rows(random, 5, 64)
     for found, weight, size in zip(matmul(x, weights, sizes), weights, sizes, strict=True):
         np.testing.assert_array_equal(found, matmul(x, [weight], [size])[0])
 
@@ -55,7 +65,7 @@ def test_matmul_with_several_weights(variant, format):
 def test_rows_of_a_matmul_do_not_depend_on_each_other(variant, format):
     random = np.random.default_rng(2)
     weight = random_weight(random, format, 72, 160)
-    x = jnp.asarray(random_rows(random, 32, 160))
+    x = random_rows(random, 32, 160)
     alone = np.concatenate([matmul(x[row : row + 1], [weight], [72])[0] for row in range(32)])
     for rows in range(1, 33):
         np.testing.assert_array_equal(matmul(x[:rows], [weight], [72])[0], alone[:rows])
@@ -67,20 +77,20 @@ def test_a_value_that_is_not_finite_shows_in_its_own_row_alone(variant, format, 
     random = np.random.default_rng(3)
     weight = random_weight(random, format, 16, 64)
     x = random_rows(random, 2, 64)
-    [clean] = matmul(jnp.asarray(x), [weight], [16])
+    [clean] = matmul(x, [weight], [16])
     x[1, 40] = bad
-    [found] = matmul(jnp.asarray(x), [weight], [16])
+    [found] = matmul(x, [weight], [16])
     np.testing.assert_array_equal(found[0], clean[0])
-    assert not np.isfinite(np.asarray(found[1])).any()
+    assert not np.isfinite(found[1]).any()
 
 
 @pytest.mark.parametrize("amount", [0.0, 1e-38, 1e-30, 1e30])
 def test_activations_of_any_size(variant, amount):
     random = np.random.default_rng(4)
     weight = random_weight(random, "q8", 16, 64)
-    x = jnp.asarray(random.uniform(-1, 1, (2, 64)).astype(np.float32) * np.float32(amount))
+    x = random.uniform(-1, 1, (2, 64)).astype(np.float32) * np.float32(amount)
     [found] = matmul(x, [weight], [16])
-    close(found, reference_matmul(x, *weight, 16))
+    close(found, expected_product(x, *weight, 16))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -89,17 +99,17 @@ def test_experts_equal_the_reference(variant, format, hidden, intermediate):
     random = np.random.default_rng(5)
     gate_up = random_weight(random, format, 2 * intermediate, hidden, (6,))
     down = random_weight(random, format, hidden, intermediate, (6,))
-    x = jnp.asarray(random_rows(random, 7, hidden) / 8)
-    ids = jnp.asarray([random.permutation(6)[:3] for _ in range(7)], jnp.int32)
-    shares = jnp.asarray(random.uniform(size=(7, 3)), jnp.float32)
-    found = ops.experts(x, ids, shares, gate_up, down, intermediate)
-    wanted = reference_experts(x, ids, shares, gate_up, down, intermediate)
+    x = random_rows(random, 7, hidden) / 8
+    ids = np.array([random.permutation(6)[:3] for _ in range(7)], np.int32)
+    shares = random.uniform(size=(7, 3)).astype(np.float32)
+    found = experts(x, ids, shares, gate_up, down, intermediate)
+    wanted = expected_experts(x, ids, shares, gate_up, down, intermediate)
     # The inner activations are rounded to whole numbers once more: one of them may fall to the other side.
     close(found, wanted, 1e-2 if format in ("q4", "q8") else 1e-5)
     assert np.median(np.abs(found - wanted)) < 1e-5 * np.max(np.abs(wanted))
     for token in range(7):
         one = slice(token, token + 1)
-        alone = ops.experts(x[one], ids[one], shares[one], gate_up, down, intermediate)
+        alone = experts(x[one], ids[one], shares[one], gate_up, down, intermediate)
         np.testing.assert_array_equal(alone[0], found[token])
 
 
@@ -108,10 +118,10 @@ def test_experts_equal_the_reference(variant, format, hidden, intermediate):
 def test_a_norm_comes_before_the_product(variant, format, size):
     random = np.random.default_rng(10)
     weight = random_weight(random, format, 24, size)
-    norm = (jnp.asarray(random.uniform(0.5, 2, size), jnp.float32), 1e-6)
-    x = jnp.asarray(random_rows(random, 5, size))
+    norm = (random.uniform(0.5, 2, size).astype(np.float32), 1e-6)
+    x = random_rows(random, 5, size)
     [found] = matmul(x, [weight], [24], norm)
-    wanted = reference_matmul(reference_norm(x, norm), *weight, 24)
+    wanted = expected_product(expected_norm(x, norm), *weight, 24)
     # An activation of quantised weights may be rounded to the other side.
     close(found, wanted, 1e-2 if format in ("q4", "q8") else 1e-5)
     assert np.median(np.abs(found - wanted)) < 1e-5 * np.max(np.abs(wanted))
@@ -123,39 +133,40 @@ def test_gated_mlp_equals_the_reference(variant, format, hidden, intermediate):
     random = np.random.default_rng(11)
     gate, up = (random_weight(random, format, intermediate, hidden) for _ in range(2))
     down = random_weight(random, format, hidden, intermediate)
-    norm = (jnp.asarray(random.uniform(0.5, 2, hidden), jnp.float32), 1e-6)
-    x = jnp.asarray(random_rows(random, 9, hidden))
-    found = ops.gated_mlp(x, norm, gate, up, down, intermediate)
-    wanted = reference_gated_mlp(x, norm, gate, up, down, intermediate)
+    norm = (random.uniform(0.5, 2, hidden).astype(np.float32), 1e-6)
+    x = random_rows(random, 9, hidden)
+    found = gated_mlp(x, norm, gate, up, down, intermediate)
+    wanted = expected_gated_mlp(x, norm, gate, up, down, intermediate)
     close(found, wanted, 2e-2 if format in ("q4", "q8") else 1e-5)
     assert np.median(np.abs(found - wanted)) < 1e-4 * np.max(np.abs(wanted))
     for row in range(9):
-        alone = ops.gated_mlp(x[row : row + 1], norm, gate, up, down, intermediate)
+        alone = gated_mlp(x[row : row + 1], norm, gate, up, down, intermediate)
         np.testing.assert_array_equal(alone[0], found[row])
 
 
 def test_gates_of_any_size(variant):
-    gates = jnp.asarray([[-200.0, -88, -30, -1, -1e-30, 0, 1e-30, 1, 30, 88, 200, 1e30, -1e30]]).T
-    one = (jnp.ones((1, 1)), ops.no_scale())
+    gates = np.array([[-200, -88, -30, -1, -1e-30, 0, 1e-30, 1, 30, 88, 200, 1e30, -1e30]], np.float32).T
+    one = (ones(1, 1), ops.no_scale())
     # Each row has one input, and a gated MLP of ones gives silu(x) * x.
-    found = ops.gated_mlp(gates, ops.no_norm(), one, one, one, 1)
+    found = gated_mlp(gates, ops.no_norm(), one, one, one, 1)
     np.testing.assert_allclose(found, jax.nn.silu(gates) * gates, rtol=1e-6)
 
 
 def new_tokens(random, batch, length, heads, kv_heads, head_dim):
     """Queries, keys, values, norms and rotation of new tokens."""
     queries, keys, values = (
-        jnp.asarray(random_rows(random, batch, length, count, head_dim)) for count in (heads, kv_heads, kv_heads)
+        random_rows(random, batch, length, count, head_dim) for count in (heads, kv_heads, kv_heads)
     )
-    norms = tuple((jnp.asarray(random.uniform(0.5, 2, head_dim), jnp.float32), 1e-6) for _ in range(2))
-    angles = jnp.asarray(random.uniform(-3, 3, (batch, length, head_dim // 2)), jnp.float32)
-    return queries, keys, values, norms, (jnp.cos(angles), jnp.sin(angles))
+    norms = tuple((random.uniform(0.5, 2, head_dim).astype(np.float32), 1e-6) for _ in range(2))
+    angles = random.uniform(-3, 3, (batch, length, head_dim // 2))
+    rotation = (np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
+    return queries, keys, values, norms, rotation
 
 
-def attend(fresh, first, layer, slots=None, attention=ops.cached_attention):
+def attend(fresh, first, layer, slots=None, attention=cached_attention):
     """Attention of new tokens whose rows are in these slots, by default in those of the same number."""
     slots = range(len(first)) if slots is None else slots
-    return attention(*fresh, jnp.asarray(slots, jnp.int32), first, layer)
+    return attention(*fresh, np.array(slots, np.int32), first, layer)
 
 
 @pytest.mark.parametrize("dtype", CACHE_TYPES)
@@ -165,9 +176,9 @@ def test_attention_equals_the_reference(variant, dtype, heads, kv_heads, head_di
     random = np.random.default_rng(6)
     layer = random_cache(random, dtype, (4, kv_heads, 700, head_dim))
     fresh = new_tokens(random, 4, length, heads, kv_heads, head_dim)
-    first, slots = jnp.asarray([0, 255, 40, 700 - length], jnp.int32), [2, 0, -1, 3]
+    first, slots = np.array([0, 255, 40, 700 - length], np.int32), [2, 0, -1, 3]
     found, found_layer = attend(fresh, first, layer, slots)
-    wanted, wanted_layer = attend(fresh, first, layer, slots, reference_attention)
+    wanted, wanted_layer = attend(fresh, first, layer, slots, expected_attention)
     # A number that is stored narrow may be rounded to the other side.
     close(found, wanted, {"float32": 1e-5, "bfloat16": 2e-3, "int8": 4e-3}[dtype])
     step = {"float32": 2e-6, "bfloat16": 2.0**-7, "int8": 1.0}[dtype]
@@ -188,11 +199,11 @@ def test_attention_equals_the_reference(variant, dtype, heads, kv_heads, head_di
 def test_calls_from_several_threads_do_not_disturb_each_other(variant):
     random = np.random.default_rng(17)
     weights = [random_weight(random, "q4", 256, 128) for _ in range(4)]
-    rows = [jnp.asarray(random_rows(random, 3, 128)) for _ in weights]
-    wanted = [np.asarray(matmul(x, [weight], [256])[0]) for x, weight in zip(rows, weights, strict=True)]
+    rows = [random_rows(random, 3, 128) for _ in weights]
+    wanted = [matmul(x, [weight], [256])[0] for x, weight in zip(rows, weights, strict=True)]
 
     def call(index):
-        return [np.asarray(matmul(rows[index], [weights[index]], [256])[0]) for _ in range(50)]
+        return [matmul(rows[index], [weights[index]], [256])[0] for _ in range(50)]
 
     with ThreadPoolExecutor(len(weights)) as pool:
         for found, product in zip(pool.map(call, range(len(weights))), wanted, strict=True):
@@ -204,8 +215,8 @@ def test_attention_without_norms(variant):
     random = np.random.default_rng(12)
     layer = random_cache(random, "float32", (1, 1, 40, 32))
     queries, keys, values, _, rotation = new_tokens(random, 1, 1, 2, 1, 32)
-    fresh, first = (queries, keys, values, (ops.no_norm(), ops.no_norm()), rotation), jnp.asarray([30], jnp.int32)
-    close(attend(fresh, first, layer)[0], attend(fresh, first, layer, attention=reference_attention)[0], 1e-5)
+    fresh, first = (queries, keys, values, (ops.no_norm(), ops.no_norm()), rotation), np.array([30], np.int32)
+    close(attend(fresh, first, layer)[0], attend(fresh, first, layer, attention=expected_attention)[0], 1e-5)
 
 
 @pytest.mark.parametrize("dtype", CACHE_TYPES)
@@ -213,7 +224,7 @@ def test_attention_of_a_row_depends_on_neither_batch_nor_capacity(variant, dtype
     random = np.random.default_rng(7)
     layer = random_cache(random, dtype, (4, 2, 1024, 64))
     queries, keys, values, norms, rotation = new_tokens(random, 4, 1, 6, 2, 64)
-    first = jnp.asarray([3, 256, 511, 600], jnp.int32)
+    first = np.array([3, 256, 511, 600], np.int32)
     together, stored = attend((queries, keys, values, norms, rotation), first, layer)
     for row in range(4):
         one = slice(row, row + 1)
@@ -229,84 +240,88 @@ def test_attention_of_a_row_depends_on_neither_batch_nor_capacity(variant, dtype
 def test_attention_reads_nothing_that_is_not_visible(variant):
     random = np.random.default_rng(8)
     layer = random_cache(random, "float32", (1, 1, 300, 32))
-    fresh, first = new_tokens(random, 1, 1, 2, 1, 32), jnp.asarray([270], jnp.int32)
+    fresh, first = new_tokens(random, 1, 1, 2, 1, 32), np.array([270], np.int32)
     clean, _ = attend(fresh, first, layer)
-    spoilt = jax.tree.map(lambda array: array.at[:, :, 270:].set(jnp.nan), layer)
+    spoilt = jax.tree.map(np.copy, layer)
+    for array in jax.tree.leaves(spoilt):
+        array[:, :, 270:] = np.nan
     np.testing.assert_array_equal(attend(fresh, first, spoilt)[0], clean)
 
 
 def test_large_scores_do_not_overflow(variant):
-    layer = LayerCache(jnp.full((1, 1, 300, 32), 50.0).at[0, 0, 7].set(100.0), jnp.full((1, 1, 300, 32), 2.0))
-    layer = layer._replace(values=layer.values.at[0, 0, 7].set(3.0))
-    still = (jnp.ones((1, 1, 16)), jnp.zeros((1, 1, 16)))
-    queries, small = jnp.full((1, 1, 1, 32), 100.0), jnp.ones((1, 1, 1, 32))
+    layer = LayerCache(50 * ones(1, 1, 300, 32), 2 * ones(1, 1, 300, 32))
+    layer.keys[0, 0, 7], layer.values[0, 0, 7] = 100, 3
+    still = (ones(1, 1, 16), zeros(1, 1, 16))
+    queries, small = 100 * ones(1, 1, 1, 32), ones(1, 1, 1, 32)
     norms = (ops.no_norm(), ops.no_norm())
-    found, _ = attend((queries, small, small, norms, still), jnp.asarray([299], jnp.int32), layer)
+    found, _ = attend((queries, small, small, norms, still), np.array([299], np.int32), layer)
     np.testing.assert_array_equal(found, np.full((1, 1, 32), 3.0, np.float32))
 
 
 def test_a_donated_cache_is_changed_in_place(variant):
-    layer = random_cache(np.random.default_rng(13), "int8", (1, 1, 64, 32))
+    layer = jax.tree.map(jnp.asarray, random_cache(np.random.default_rng(13), "int8", (1, 1, 64, 32)))
     fresh = new_tokens(np.random.default_rng(14), 1, 1, 2, 1, 32)
-    step = jax.jit(lambda layer, first: attend(fresh, first, layer)[1], donate_argnums=0)
+    step = jax.jit(
+        lambda layer, first: attend(fresh, first, layer, attention=ops.cached_attention)[1], donate_argnums=0
+    )
     before = [array.unsafe_buffer_pointer() for array in jax.tree.leaves(layer)]
-    after = [array.unsafe_buffer_pointer() for array in jax.tree.leaves(step(layer, jnp.asarray([5], jnp.int32)))]
+    after = [array.unsafe_buffer_pointer() for array in jax.tree.leaves(step(layer, np.array([5], np.int32)))]
     assert after == before
 
 
-Q4_WEIGHT = (jnp.zeros((2, 2, 128), jnp.uint8), jnp.zeros((2, 2, 8), jnp.float16))  # [16, 64]
+Q4_WEIGHT = (np.zeros((2, 2, 128), np.uint8), np.zeros((2, 2, 8), np.float16))  # [16, 64]
 
 
 def matmul_fault(**changed):
     weight, scale = Q4_WEIGHT
-    arguments = {"x": jnp.zeros((2, 64)), "weight": weight, "scale": scale, "outputs": 16} | changed
+    arguments = {"x": zeros(2, 64), "weight": weight, "scale": scale, "outputs": 16} | changed
     return matmul(arguments["x"], [(arguments["weight"], arguments["scale"])], [arguments["outputs"]])
 
 
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"x": jnp.zeros((2, 2, 64))}, "x has shape"),
-        ({"x": jnp.zeros((2, 96))}, r"weight 0 has shape \[2, 2, 128\], wanted is \[2, 3, 128\]"),
+        ({"x": zeros(2, 2, 64)}, "x has shape"),
+        ({"x": zeros(2, 96)}, r"weight 0 has shape \[2, 2, 128\], wanted is \[2, 3, 128\]"),
         ({"outputs": 17}, "weight 0 has shape"),
-        ({"weight": jnp.zeros((2, 2, 128), jnp.uint16)}, "weight 0 should be uint8"),
-        ({"weight": jnp.zeros((2, 2, 128), jnp.int8)}, "weight 0 has shape"),
-        ({"weight": jnp.zeros((16, 64))}, "the scale of weight 0 has shape"),
-        ({"scale": jnp.zeros((2, 2, 8), jnp.float32)}, "the scale of weight 0 should be float16"),
-        ({"scale": jnp.zeros((2, 2, 4), jnp.float16)}, "the scale of weight 0 has shape"),
+        ({"weight": np.zeros((2, 2, 128), np.uint16)}, "weight 0 should be uint8"),
+        ({"weight": np.zeros((2, 2, 128), np.int8)}, "weight 0 has shape"),
+        ({"weight": zeros(16, 64)}, "the scale of weight 0 has shape"),
+        ({"scale": np.zeros((2, 2, 8), np.float32)}, "the scale of weight 0 should be float16"),
+        ({"scale": np.zeros((2, 2, 4), np.float16)}, "the scale of weight 0 has shape"),
     ],
 )
 def test_a_wrong_argument_of_matmul_is_named(changed, named):
     with pytest.raises(jax.errors.JaxRuntimeError, match=named):
-        jax.block_until_ready(matmul_fault(**changed))
+        matmul_fault(**changed)
 
 
 def test_an_expert_that_does_not_exist_is_named():
     random = np.random.default_rng(9)
     gate_up, down = random_weight(random, "q4", 64, 32, (4,)), random_weight(random, "q4", 32, 32, (4,))
-    ids = jnp.asarray([[0, 1], [2, 4]], jnp.int32)
+    ids = np.array([[0, 1], [2, 4]], np.int32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="token 1 wants expert 4 of 4"):
-        jax.block_until_ready(ops.experts(jnp.zeros((2, 32)), ids, jnp.zeros((2, 2)), gate_up, down, 32))
+        experts(zeros(2, 32), ids, zeros(2, 2), gate_up, down, 32)
 
 
 def test_a_norm_of_another_size_is_named():
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"norm has shape \[63\], wanted is \[64\]"):
-        jax.block_until_ready(ops.matmul(jnp.zeros((2, 64)), (jnp.ones(63), 1e-6), [Q4_WEIGHT], [16]))
+        products(zeros(2, 64), (ones(63), 1e-6), [Q4_WEIGHT], [16])
 
 
 @pytest.mark.parametrize(
     ("index", "weight", "named"),
     [
-        (0, (jnp.zeros((16, 63)), ops.no_scale()), r"gate has shape \[16, 63\], wanted is \[16, 64\]"),
-        (1, (jnp.zeros((15, 64)), ops.no_scale()), r"up has shape \[15, 64\], wanted is \[16, 64\]"),
+        (0, (zeros(16, 63), ops.no_scale()), r"gate has shape \[16, 63\], wanted is \[16, 64\]"),
+        (1, (zeros(15, 64), ops.no_scale()), r"up has shape \[15, 64\], wanted is \[16, 64\]"),
         (2, Q4_WEIGHT, r"down has shape"),
     ],
 )
 def test_a_wrong_weight_of_the_gated_mlp_is_named(index, weight, named):
-    weights = [Q4_WEIGHT, Q4_WEIGHT, (jnp.zeros((64, 16)), ops.no_scale())]
+    weights = [Q4_WEIGHT, Q4_WEIGHT, (zeros(64, 16), ops.no_scale())]
     weights[index] = weight
     with pytest.raises(jax.errors.JaxRuntimeError, match=named):
-        jax.block_until_ready(ops.gated_mlp(jnp.zeros((2, 64)), ops.no_norm(), *weights, 16))
+        gated_mlp(zeros(2, 64), ops.no_norm(), *weights, 16)
 
 
 @pytest.mark.parametrize(
@@ -321,39 +336,39 @@ def test_a_wrong_weight_of_the_gated_mlp_is_named(index, weight, named):
 )
 def test_a_wrong_cache_is_named(first, keys, values, named):
     fresh = new_tokens(np.random.default_rng(15), 1, 1, 2, 1, 32)
-    layer = LayerCache(jnp.zeros(keys), jnp.zeros(values))
+    layer = LayerCache(zeros(*keys), zeros(*values))
     with pytest.raises(jax.errors.JaxRuntimeError, match=named):
-        jax.block_until_ready(attend(fresh, jnp.asarray([first], jnp.int32), layer))
+        attend(fresh, np.array([first], np.int32), layer)
 
 
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({0: jnp.zeros((1, 1, 3, 32))}, "the number of heads should be a multiple of kv_heads"),
-        ({2: jnp.zeros((1, 1, 2, 30))}, "values has shape"),
-        ({3: ((jnp.ones(31), 1e-6), (jnp.ones(32), 1e-6))}, r"query_norm has shape \[31\]"),
-        ({3: ((jnp.ones(32), 1e-6), (jnp.ones(31), 1e-6))}, r"key_norm has shape \[31\]"),
-        ({4: (jnp.ones((1, 1, 15)), jnp.ones((1, 1, 16)))}, "cos has shape"),
-        ({4: (jnp.ones((1, 1, 16)), jnp.ones((1, 1, 15)))}, "sin has shape"),
+        ({0: zeros(1, 1, 3, 32)}, "the number of heads should be a multiple of kv_heads"),
+        ({2: zeros(1, 1, 2, 30)}, "values has shape"),
+        ({3: ((ones(31), 1e-6), (ones(32), 1e-6))}, r"query_norm has shape \[31\]"),
+        ({3: ((ones(32), 1e-6), (ones(31), 1e-6))}, r"key_norm has shape \[31\]"),
+        ({4: (ones(1, 1, 15), ones(1, 1, 16))}, "cos has shape"),
+        ({4: (ones(1, 1, 16), ones(1, 1, 15))}, "sin has shape"),
     ],
 )
 def test_a_wrong_argument_of_attention_is_named(changed, named):
     fresh = list(new_tokens(np.random.default_rng(16), 1, 1, 4, 2, 32))
     for index, value in changed.items():
         fresh[index] = value
-    layer = LayerCache(jnp.zeros((1, 2, 8, 32)), jnp.zeros((1, 2, 8, 32)))
+    layer = LayerCache(zeros(1, 2, 8, 32), zeros(1, 2, 8, 32))
     with pytest.raises(jax.errors.JaxRuntimeError, match=named):
-        jax.block_until_ready(attend(fresh, jnp.asarray([0], jnp.int32), layer))
+        attend(fresh, np.array([0], np.int32), layer)
 
 
 def test_a_slot_that_does_not_exist_is_named():
     fresh = new_tokens(np.random.default_rng(18), 2, 1, 4, 2, 32)
-    layer = LayerCache(jnp.zeros((3, 2, 8, 32)), jnp.zeros((3, 2, 8, 32)))
+    layer = LayerCache(zeros(3, 2, 8, 32), zeros(3, 2, 8, 32))
     with pytest.raises(jax.errors.JaxRuntimeError, match="row 1 wants slot 3 of 3"):
-        jax.block_until_ready(attend(fresh, jnp.asarray([0, 0], jnp.int32), layer, [-1, 3]))
+        attend(fresh, np.array([0, 0], np.int32), layer, [-1, 3])
 
 
 def test_unwritten_arrays_have_their_shapes():
-    shapes = jax.ShapeDtypeStruct((3, 5), jnp.int8), jax.ShapeDtypeStruct((7,), jnp.float32)
+    shapes = jax.ShapeDtypeStruct((3, 5), np.int8), jax.ShapeDtypeStruct((7,), np.float32)
     for array, shape in zip(ops.unwritten(*shapes), shapes, strict=True):
         assert (array.shape, array.dtype) == (shape.shape, shape.dtype)
