@@ -215,6 +215,11 @@ class LoadedModel:
         """The vocabulary; PromptError for a model without one."""
         return self._text_side().tokenizer
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template has a place for tools; PromptError for a model without text."""
+        return self._text_side().prompts.template.takes_tools
+
     def _text_side(self) -> TextSide:
         if self._text is None:
             raise PromptError(f"{self.name} has no tokenizer: give it token ids instead of text")

@@ -141,12 +141,14 @@ def prepare(model: LoadedModel, request: ChatRequest) -> Prepared:
         model.check_sampling(sampling)
     except KestrelError as error:
         raise bad_request(str(error), "logit_bias") from None
-    check_token_ids(request.context_tokens or [], model.tokenizer, "context_tokens")
     try:
+        if request.callable_tools and not model.takes_tools:
+            raise bad_request("the chat template of this model has no place for 'tools'", "tools")
+        check_token_ids(request.context_tokens or [], model.tokenizer, "context_tokens")
         messages = conversation(request)
         prompt = model.prompt(messages, **request.template_settings)
         in_reasoning = _turn_opened(prompt, model.tokenizer).endswith(reasoning.OPEN)
-        _check_opening(request, prompt, model.tokenizer, in_reasoning)
+        _check_opening(request, in_reasoning)
         prompt = _opened(prompt, request, model.tokenizer)
         check_room(len(prompt.token_ids), model.max_context)
     except ContextLengthError as error:
@@ -181,11 +183,8 @@ def _turn_opened(prompt: Prompt, tokenizer: Tokenizer) -> str:
     return tokenizer.decode(ids[start:]).rstrip()
 
 
-def _check_opening(request: ChatRequest, prompt: Prompt, tokenizer: Tokenizer, in_reasoning: bool) -> None:
-    """Refuses tools that the model would not hear of, and an answer that is begun where reasoning comes first."""
-    tools = request.callable_tools
-    if tools and tools[0]["function"]["name"] not in tokenizer.decode(prompt.token_ids.tolist()):
-        raise bad_request("the chat template of this model has no place for 'tools'", "tools")
+def _check_opening(request: ChatRequest, in_reasoning: bool) -> None:
+    """Refuses an answer that is begun where reasoning comes first."""
     if request.opening and in_reasoning:
         message = "'tool_choice': this model reasons before it answers, so a call can be allowed but not demanded"
         raise bad_request(message, "tool_choice")

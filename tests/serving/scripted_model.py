@@ -95,6 +95,10 @@ class ScriptedModel:
         self._grammars = GrammarCompiler(self.tokenizer, VOCAB, {END})
         self._answers: dict[bytes, bytes] = {}
 
+    @property
+    def takes_tools(self) -> bool:
+        return self._prompts.template.takes_tools
+
     def prompt(self, messages: list[dict[str, Any]], **settings: Any) -> Prompt:
         self.prepared += 1
         prompt = self._prompts.build(messages, **settings)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from typing import Any
 
 import httpx
 import pytest
 
+from models import PromptError
 from serving import connection
 from serving.chat_request import ChatRequest
 
@@ -206,6 +208,36 @@ async def test_odd_requests_end_in_an_answer_or_a_refusal(fields, param, stream)
 async def test_a_model_that_is_not_served(server):
     response = await server.client.post(COMPLETIONS, json=HELLO | {"model": "gpt-4"})
     assert assert_refused(response, 404, "model")["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, HELLO),
+        (COMPLETIONS, HELLO | {"tools": [{"type": "function", "function": {"name": "now"}}]}),
+        (COMPLETIONS, HELLO | {"context_tokens": [1]}),
+        (COMPLETIONS, HELLO | {"response_format": {"type": "json_object"}}),
+        ("/v1/completions", {"prompt": "hello"}),
+        ("/v1/completions", {"prompt": [1, 2], "echo": True}),
+        ("/v1/messages", HELLO | {"max_tokens": 1}),
+        ("/v1/messages/count_tokens", HELLO),
+        ("/tokenize", HELLO),
+        ("/tokenize", {"prompt": "hello"}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_model_that_has_no_text(monkeypatch, path, body, stream):
+    def none(*_: Any, **__: Any) -> None:
+        raise PromptError("scripted has no tokenizer: give it token ids instead of text")
+
+    async with scripted_server() as server:
+        for name in ("tokenizer", "takes_tools"):
+            monkeypatch.setattr(ScriptedModel, name, property(none), raising=False)
+        monkeypatch.setattr(server.model, "prompt", none)
+        response = await server.client.post(path, json=body | {"stream": stream})
+        assert response.status_code == 400, response.text
+        assert "has no tokenizer" in response.json()["error"]["message"]
+        assert server.engine.active == server.engine.queued == 0
 
 
 async def test_a_prompt_longer_than_the_context():

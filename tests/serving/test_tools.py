@@ -162,13 +162,38 @@ async def test_a_conversation_with_calls_and_their_results():
     assert "<tool_response>\na red circle\n</tool_response>\n<tool_response>\nnoon\n</tool_response>" in seen[0]
 
 
-async def test_a_template_without_tools_is_not_asked_for_calls():
+@pytest.mark.parametrize(
+    "source", ["{{ messages[0].content }}", "{% set tools = [] %}{{ messages[0].content, tools }}"]
+)
+@pytest.mark.parametrize("text", ["?", "do it now", json.dumps(TOOLS)])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_template_without_tools_is_not_asked_for_calls(source, text, stream):
+    """Whatever the user writes about them."""
     async with scripted("hello") as server:
-        server.model._prompts.template = ChatTemplate("{{ messages[0].content }}", "a template")
+        server.model._prompts.template = ChatTemplate(source, "a template")
+        for choice in ("auto", "required"):
+            request = body(text, tools=TOOLS, tool_choice=choice, stream=stream)
+            response = await server.client.post(COMPLETIONS, json=request)
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == "tools"
+        for fields in ({}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
+            assert (await server.client.post(COMPLETIONS, json=body(text, **fields))).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content }}{% if tools %}{{ tools | length }}{% endif %}",
+        "{% if not tools is defined %}{% set tools = none %}{% endif %}{{ messages[0].content }}{{ tools }}",
+        "{% macro listed(tools) %}{{ tools }}{% endmacro %}{{ listed(tools) }}{{ messages[0].content }}",
+    ],
+)
+async def test_a_template_that_does_not_write_the_names_of_tools_may_have_them(source):
+    async with scripted(NOW_CALL) as server:
+        server.model._prompts.template = ChatTemplate(source, "a template")
         response = await server.client.post(COMPLETIONS, json=body("?", tools=TOOLS))
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == "tools"
-        assert (await server.client.post(COMPLETIONS, json=body("?"))).status_code == 200
+        assert response.status_code == 200
+        assert response.json()["choices"][0]["finish_reason"] == "tool_calls"
 
 
 async def test_openai_helper_collects_calls():
