@@ -19,7 +19,7 @@ from serving.answer import Answer
 from serving.answer_grammar import compile_answer_grammar
 from serving.chat_request import ChatRequest
 from serving.engine import Engine
-from serving.errors import bad_request
+from serving.errors import ApiError, bad_request
 from serving.generation_request import check_token_ids, seeded
 from serving.job import Job, Work
 from serving.media import conversation
@@ -136,6 +136,13 @@ def prepare(model: LoadedModel, request: ChatRequest) -> Prepared:
     Raises:
         ApiError: 400 for a conversation, picture or schema that cannot be used, or a prompt longer than the context.
     """
+    try:
+        return _prepare(model, request)
+    except ApiError as error:
+        raise request.as_sent(error) from None
+
+
+def _prepare(model: LoadedModel, request: ChatRequest) -> Prepared:
     sampling = request.sampling(model.default_sampling)
     try:
         model.check_sampling(sampling)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field
 
 from models.sampling import MAX_TOP_LOGPROBS
 from serving.content_parts import check_content
-from serving.errors import bad_request
+from serving.errors import ApiError, bad_request
 from serving.generation_request import Count, GenerationRequest, StreamOptions, check_bias_names
 from serving.json_body import MOST_MESSAGES, Strict, checked_fields, parse_json
 from serving.tools import MOST_TOOLS, SentCall, Tool, check_tools, opening_of
@@ -77,6 +77,10 @@ class ChatRequest(GenerationRequest):
     context_tokens: Annotated[list[int], Field(fail_fast=True)] | None = None
     continue_final_message: bool | None = None
 
+    def as_sent(self, error: ApiError) -> ApiError:
+        """The error under the names that the client has used; others than here where the request was translated."""
+        return error
+
     @property
     def limit(self) -> int | None:
         """The most tokens to generate; the newer field wins."""
@@ -129,6 +133,9 @@ class ChatRequest(GenerationRequest):
         return opening_of(self.tool_choice, self.tools or [])
 
 
+Chat = TypeVar("Chat", bound=ChatRequest)
+
+
 def parse_chat_request(body: bytes) -> ChatRequest:
     """Reads and checks a request body.
 
@@ -138,9 +145,9 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     return checked_chat_request(parse_json(body))
 
 
-def checked_chat_request(values: dict[str, Any]) -> ChatRequest:
+def checked_chat_request(values: dict[str, Any], kind: type[Chat] = ChatRequest) -> Chat:
     """The same for what has been read."""
-    request = checked_fields(ChatRequest, values)
+    request = checked_fields(kind, values)
     for index, message in enumerate(request.messages):
         check_content(message.content, f"messages.{index}.content", optional=message.role == "assistant")
     check_bias_names(request)

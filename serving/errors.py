@@ -24,6 +24,11 @@ class ApiError(Exception):
         self.code = code
         self.retry_after = retry_after
 
+    def renamed(self, param: str) -> ApiError:
+        """The same error of a field that the client knows under another name."""
+        message = self.message.replace(f"'{self.param}", f"'{param}", 1)
+        return ApiError(self.status, message, param=param, code=self.code, retry_after=self.retry_after)
+
     @property
     def body(self) -> dict[str, Any]:
         """The JSON object of the reply, which is also the last frame of a stream that fails."""

@@ -3,12 +3,14 @@ completion."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from serving.chat_request import ChatRequest, checked_chat_request
-from serving.errors import bad_request
+from serving.errors import ApiError, bad_request
 from serving.generation_request import Count, StopText
 from serving.json_body import MOST_MESSAGES, Strict, read_fields
 from serving.tools import MOST_TOOLS, FunctionName
@@ -16,6 +18,13 @@ from serving.tools import MOST_TOOLS, FunctionName
 Choice = Literal["auto", "any", "tool", "none"]
 Blocks = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# What the fields of a chat completion are called here, where messages do not matter.
+NAMES = {
+    r"^tools\.(\d+)\.function\.parameters": r"tools.\1.input_schema",
+    r"^tools\.(\d+)\.function": r"tools.\1",
+    r"^response_format": "output_config.format",
+    r"\.image_url\.url$": ".source.data",
+}
 
 
 class Turn(Strict):
@@ -84,7 +93,31 @@ class MessagesRequest(CountTokensRequest):
     top_k: Annotated[int, Field(ge=0)] | None = None
 
 
-def parse_messages_request(body: bytes) -> ChatRequest:
+class TranslatedRequest(ChatRequest):
+    """The same request as a chat completion. `origins` tells of places in its messages where they were in what the
+    client has sent."""
+
+    origins: dict[str, str]
+
+    def as_sent(self, error: ApiError) -> ApiError:
+        """The error under the names that the client has used."""
+        return _as_sent(error, self.origins)
+
+
+def _as_sent(error: ApiError, origins: dict[str, str]) -> ApiError:
+    if error.param is None:
+        return error
+    param = error.param
+    known = [place for place in origins if f"{param}.".startswith(f"{place}.")]
+    if known:
+        longest = max(known, key=len)
+        param = origins[longest] + param.removeprefix(longest)
+    for pattern, name in NAMES.items():
+        param = re.sub(pattern, name, param)
+    return error.renamed(param)
+
+
+def parse_messages_request(body: bytes) -> TranslatedRequest:
     """Reads and checks a request body, and says it as a chat completion.
 
     Raises:
@@ -99,23 +132,46 @@ def parse_messages_request(body: bytes) -> ChatRequest:
         "top_p": request.top_p,
         "top_k": request.top_k,
     }
-    return checked_chat_request(_prompt_fields(request) | generation)
+    return _translated(request, generation)
 
 
-def parse_count_request(body: bytes) -> ChatRequest:
+def parse_count_request(body: bytes) -> TranslatedRequest:
     """The same for a request to count tokens.
 
     Raises:
         ApiError: 400, with `param` naming the field.
     """
-    return checked_chat_request(_prompt_fields(read_fields(CountTokensRequest, body)))
+    return _translated(read_fields(CountTokensRequest, body), {})
 
 
-def _prompt_fields(request: CountTokensRequest) -> dict[str, Any]:
-    """What the prompt follows from, under the names of a chat completion."""
-    messages = [] if request.system is None else [{"role": "system", "content": _texts(request.system, "system")}]
+@dataclass(frozen=True)
+class _Message:
+    """A message of a chat completion, and where in the client's request places in it were."""
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+
+
+def _translated(request: CountTokensRequest, generation: dict[str, Any]) -> TranslatedRequest:
+    origins: dict[str, str] = {}
+    values = _prompt_fields(request, origins) | generation
+    try:
+        return checked_chat_request(values | {"origins": origins}, TranslatedRequest)
+    except ApiError as error:
+        raise _as_sent(error, origins) from None
+
+
+def _prompt_fields(request: CountTokensRequest, origins: dict[str, str]) -> dict[str, Any]:
+    """What the prompt follows from, under the names of a chat completion; fills in `origins`."""
+    translated = []
+    if request.system is not None:
+        content = _texts(request.system, "system")
+        translated.append(_Message({"role": "system", "content": content}, {"content": "system"}))
     for index, turn in enumerate(request.messages):
-        messages += _messages(turn, f"messages.{index}.content")
+        translated += _messages(turn, f"messages.{index}.content")
+    for index, message in enumerate(translated):
+        origins |= {f"messages.{index}.{place}": origin for place, origin in message.origins.items()}
+    messages = [message.values for message in translated]
     fields = {"messages": messages, "model": request.model, **_tool_fields(request)}
     if request.thinking is not None:
         fields["enable_thinking"] = request.thinking.type != "disabled"
@@ -136,6 +192,8 @@ def _tool_fields(request: CountTokensRequest) -> dict[str, Any]:
         ]
     choice = request.tool_choice
     if choice is not None:
+        if choice.type == "tool" and choice.name is None:
+            raise bad_request("'tool_choice.name' is required", "tool_choice.name")
         named = {"type": "function", "function": {"name": choice.name}}
         fields["tool_choice"] = CHOICES.get(choice.type, named)
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
@@ -155,23 +213,24 @@ def _texts(content: str | list[dict[str, Any]], place: str) -> str | list[dict[s
     return [_content_part(block, f"{place}.{index}") for index, block in enumerate(content)]
 
 
-def _messages(turn: Turn, place: str) -> list[dict[str, Any]]:
+def _messages(turn: Turn, place: str) -> list[_Message]:
     """A turn as messages: the results of calls are messages of their own."""
     if isinstance(turn.content, str):
-        return [{"role": turn.role, "content": turn.content}]
+        return [_Message({"role": turn.role, "content": turn.content}, {"content": place})]
     if not turn.content:
         raise bad_request(f"'{place}' should be a text or a list of blocks, found []", place)
     if turn.role == "system":
-        return [{"role": "system", "content": _texts(turn.content, place)}]
+        return [_Message({"role": "system", "content": _texts(turn.content, place)}, {"content": place})]
     read = _assistant if turn.role == "assistant" else _user
     return read(turn.content, place)
 
 
-def _user(blocks: list[dict[str, Any]], place: str) -> list[dict[str, Any]]:
-    messages, parts = [], []
+def _user(blocks: list[dict[str, Any]], place: str) -> list[_Message]:
+    messages, parts, origins = [], [], {"content": place}
     for index, block in enumerate(blocks):
         where = f"{place}.{index}"
         if block.get("type") != "tool_result":
+            origins[f"content.{len(parts)}"] = where
             parts.append(_content_part(block, where))
             continue
         content = block.get("content") or ""
@@ -179,12 +238,13 @@ def _user(blocks: list[dict[str, Any]], place: str) -> list[dict[str, Any]]:
             content = [_content_part(part, f"{where}.content.{number}") for number, part in enumerate(content)]
         elif not isinstance(content, str):
             raise bad_request(f"'{where}.content' should be a text or a list of blocks", f"{where}.content")
-        messages.append({"role": "tool", "tool_call_id": _text(block, "tool_use_id", where), "content": content})
-    return messages + ([{"role": "user", "content": parts}] if parts else [])
+        values = {"role": "tool", "tool_call_id": _text(block, "tool_use_id", where), "content": content}
+        messages.append(_Message(values, {"content": f"{where}.content"}))
+    return messages + ([_Message({"role": "user", "content": parts}, origins)] if parts else [])
 
 
-def _assistant(blocks: list[dict[str, Any]], place: str) -> list[dict[str, Any]]:
-    text, reasoning, calls = "", "", []
+def _assistant(blocks: list[dict[str, Any]], place: str) -> list[_Message]:
+    text, reasoning, calls, origins = "", "", [], {"content": place}
     for index, block in enumerate(blocks):
         where = f"{place}.{index}"
         kind = block.get("type")
@@ -194,13 +254,14 @@ def _assistant(blocks: list[dict[str, Any]], place: str) -> list[dict[str, Any]]
             reasoning += _text(block, "thinking", where)
         elif kind == "tool_use":
             function = {"name": _text(block, "name", where), "arguments": _object(block, "input", where)}
+            origins[f"tool_calls.{len(calls)}.function.arguments"] = f"{where}.input"
             calls.append({"id": _text(block, "id", where), "type": "function", "function": function})
         elif kind != "redacted_thinking":
             known = "'text', 'thinking', 'redacted_thinking' or 'tool_use'"
             raise bad_request(f"'{where}.type' should be {known}, found {kind!r:.80}", f"{where}.type")
     message: dict[str, Any] = {"role": "assistant", "content": text}
     message |= {"reasoning_content": reasoning} if reasoning else {}
-    return [message | ({"tool_calls": calls} if calls else {})]
+    return [_Message(message | ({"tool_calls": calls} if calls else {}), origins)]
 
 
 def _content_part(block: Any, place: str) -> dict[str, Any]:

@@ -268,6 +268,81 @@ async def test_the_anthropic_client():
             await client.messages.create(**request | {"model": "other"})
 
 
+BAD = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+GOOD = BAD | {"source": BAD["source"] | {"data": data_url(png()).partition(",")[2]}}
+TEXT = {"type": "text", "text": "a"}
+USED = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "1"}
+UNUSABLE = {"type": "object", "properties": {"a": {"not": {}}}}
+
+
+def turns(*contents) -> list[dict]:
+    """Turns of the user and the assistant."""
+    return [{"role": ("user", "assistant")[index % 2], "content": content} for index, content in enumerate(contents)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": turns([BAD])}, "messages.0.content.0.source.data"),
+        ({"messages": turns([BAD]), "system": "a"}, "messages.0.content.0.source.data"),
+        ({"messages": turns("a", "b", [TEXT, GOOD, BAD]), "system": [TEXT]}, "messages.2.content.2.source.data"),
+        ({"messages": turns("a", [TEXT, USED], [RESULT, TEXT, BAD])}, "messages.2.content.2.source.data"),
+        (
+            {"messages": turns("a", [USED], [RESULT, RESULT | {"content": [TEXT, BAD]}]), "system": "a"},
+            "messages.2.content.1.content.1.source.data",
+        ),
+        ({"messages": turns("a", [USED], [RESULT], "b", [BAD])}, "messages.4.content.0.source.data"),
+        (
+            {"messages": [{"role": "system", "content": [TEXT]}, *turns([TEXT, BAD])]},
+            "messages.1.content.1.source.data",
+        ),
+        ({"messages": turns([]), "system": "a"}, "messages.0.content"),
+        ({"messages": turns("a"), "system": []}, "system"),
+        ({"messages": turns("a"), "system": [TEXT, BAD]}, "system.1.source.data"),
+        ({"messages": turns("a"), "system": [TEXT, 5]}, "system"),
+        ({"messages": turns("a"), "tools": [LOOK, LOOK]}, "tools.1.name"),
+        ({"messages": turns("a"), "tools": [LOOK | {"name": "a b"}]}, "tools.0.name"),
+        ({"messages": turns("a"), "tools": [LOOK, {"name": "b"}]}, "tools.1.input_schema"),
+        ({"messages": turns("a"), "tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"messages": turns("a"), "tools": [LOOK], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"messages": turns("a"), "tools": [LOOK], "tool_choice": {"type": "tool", "name": "b"}}, "tool_choice"),
+        (
+            {
+                "messages": turns("a"),
+                "tools": [LOOK, LOOK | {"name": "b", "input_schema": {"type": "object", "properties": 5}}],
+                "tool_choice": {"type": "any"},
+            },
+            "tools.1.input_schema",
+        ),
+        (
+            {"messages": turns("a"), "output_config": {"format": {"type": "json_schema", "schema": UNUSABLE}}},
+            "output_config.format",
+        ),
+        (
+            {"messages": turns("a", "b"), "output_config": {"format": {"type": "json_schema", "schema": {}}}},
+            "output_config.format",
+        ),
+        ({"messages": turns("a"), "output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+    ],
+)
+@pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])
+async def test_what_is_wrong_is_named_as_it_was_sent(server, path, fields, param):
+    """Although it is found in the chat completion that the request becomes."""
+    request = {"max_tokens": 5} | fields
+    response = await server.client.post(path, json=request)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert f"'{param}" in error["message"]
+    *places, last = param.split(".")
+    for place in places:  # the field is there, unless its lack is what is wrong
+        request = request[int(place) if isinstance(request, list) else place]
+    assert "is required" in error["message"] or (int(last) if isinstance(request, list) else last) in (
+        range(len(request)) if isinstance(request, list) else request
+    )
+
+
 @asynccontextmanager
 async def clients(server: Server, key: str = "none"):
     """Anthropic's client and OpenAI's, which do not try again."""
