@@ -19,14 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from experiments import (
+    ablation,
     backlog,
     batch_margin,
     concurrency,
     flush_ablation,
     health_rtt,
+    kv_precision,
     prefill_width,
     scaling_model,
     shared_state,
+    speculation,
     sse_timeline,
 )
 from experiments.bench import ROOT
@@ -44,6 +47,9 @@ EXPERIMENTS: dict[str, Experiment] = {
         flush_ablation,
         backlog,
         shared_state,
+        ablation,
+        kv_precision,
+        speculation,
     )
 }
 CLIENTS = ("sse_timeline", "health_rtt", "concurrency")  # need nothing but a server
@@ -58,6 +64,9 @@ QUICK: Mapping[str, Sequence[str]] = {
     "flush_ablation": ("--pace", "20", "--repeats", "2"),
     "backlog": ("--clients", "48", "--tokens", "100", "--repeats", "1"),
     "shared_state": ("--pairs", "5"),
+    "ablation": ("--model", "tiny-vl", "--conversations", "4"),
+    "kv_precision": ("--model", "tiny-vl", "--passages", "2", "--context", "256", "2048", "--repeats", "1"),
+    "speculation": ("--questions", "8", "--guesses", "4", "--tokens", "32", "--repeats", "1"),
 }
 README = ROOT / "README.md"
 BEGIN, END = "<!-- written by experiments.report -->\n", "<!-- end -->\n"

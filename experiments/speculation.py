@@ -1,0 +1,384 @@
+"""What guessing tokens from the text so far (n-gram speculation) gains, and whether it changes a text.
+
+Claims: an answer is the same with and without guesses, to the last token; text that repeats comes faster, any other
+takes as long as before. Documented: repetitive text 181.1 -> 126.6 ms per token (1.43 times as fast, 0.625 of the
+guesses right), free text 182.6 -> 181.8; on x86 1.30 times with 0.75 right. Cost: four minutes on 2 cores, 3 GiB of
+memory.
+
+    python -m experiments.speculation
+
+How many guesses are right is counted on a trained model's own answers. What that gains is timed on the 2B shape, which
+is made to say one token again and again, so that any share of the guesses can be right. Writes results/speculation/.
+`--model DIR` asks a real checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import islice
+from random import Random
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+import models
+from experiments.bench import spread
+from experiments.bench_batch import random_ids, request
+from experiments.bench_steps import config_of
+from experiments.experiment import COLOURS, Cell, Documented, Experiment, Measure, Sample, of
+from experiments.tiny_data import conversations
+from experiments.tiny_tasks import Message, greeting, outside, repeating
+from models import LoadedModel, Switches
+from models.batch import Batch, BatchLimits
+from models.compilation import enable_persistent_cache
+from models.generation import Generation, Request, Step
+from models.inference import Inference
+from models.quantisation import SCHEMES
+from models.weights import random_network
+
+TEXT, TIME = "text", "time"
+COPIED, AGAIN, FREE = "repeats the question", "asked again", "free"
+KINDS = (COPIED, AGAIN, FREE)
+LONGEST = 96  # tokens of an answer
+PROMPT = 32  # tokens of a timed prompt
+QUANT = "q4"
+SPEC_K = 4  # the original's own number of guesses
+NOTHING = -1.0  # a timed text in which nothing is found to guess
+# Shares of right guesses, one by one; with 0.82, four in a row are right as often as documented: (p + .. + p^4) / 4
+REPETITIVE = 0.82
+SHARES = (NOTHING, 0.0, 0.5, REPETITIVE, 1.0)
+PUBLISHED = ((0.625, 1.43, "8B on the board"), (0.75, 1.30, "8B on x86, text"), (0.92, 1.64, "8B on x86, pictures"))
+SOURCE = "docs of the original, bottlenecks of speculative decoding"
+BOARD = "RK3588, 8B q4, n-gram drafts, batched verification (FAST)"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What answers, and what is timed."""
+    parser.add_argument("--model", nargs="+", default=["tiny-vl"], help="trained models or folders")
+    parser.add_argument("--quant", choices=SCHEMES, default=QUANT, help="format of the weights of what answers")
+    parser.add_argument("--questions", type=int, default=40, help="of each kind")
+    parser.add_argument("--guesses", type=int, nargs="+", default=[SPEC_K, 8], help="tokens guessed at most")
+    parser.add_argument("--shape", default="qwen3-vl-2b", help="the shape that is timed, in q4 with random weights")
+    parser.add_argument("--tokens", type=int, default=64, help="of a timed answer")
+    parser.add_argument("--repeats", type=int, default=3)
+
+
+def cells(options: argparse.Namespace) -> list[Cell]:
+    """Answers with and without guesses in turn; timed ones in the opposite order in every second repeat."""
+    answered = [
+        {"part": TEXT, "model": model, "kind": kind, "guesses": guesses}
+        for model in options.model
+        for kind in KINDS
+        for guesses in (0, *options.guesses)
+    ]
+    arms = [(0, NOTHING), *((guesses, share) for guesses in options.guesses for share in SHARES)]
+    timed = [
+        {"part": TIME, "guesses": guesses, "share": share, "repeat": repeat}
+        for repeat in range(options.repeats)
+        for guesses, share in (arms if repeat % 2 == 0 else reversed(arms))
+    ]
+    return answered + timed
+
+
+@contextmanager
+def session(options: argparse.Namespace) -> Iterator[Measure]:
+    """Models, and the timed shape, each opened when it is first needed; what is timed has been compiled before."""
+
+    @cache
+    def opened(model: str) -> LoadedModel:
+        return models.load(model, options.quant)
+
+    @cache
+    def timed() -> Inference:
+        inference = repeating_inference(options.shape)
+        for guesses in (0, *options.guesses):
+            inference.compile(PROMPT + options.tokens, 0, BatchLimits(draft=guesses).decoded_rows)
+        return inference
+
+    def measure(cell: Cell) -> list[Sample]:
+        limits = BatchLimits(draft=cell["guesses"], reuse=False)
+        if cell["part"] == TIME:
+            inference = timed()
+            ids = random_ids(inference.config, PROMPT, options.seed)
+            batch = Batch(inference, PROMPT + options.tokens, limits)
+            return [answer(batch, request(ids, options.tokens), made_up(cell, options.seed))]
+        model = opened(cell["model"])
+        source = questions(cell["kind"], Random(f"{options.seed} {cell['kind']}"))
+        return [
+            answer(model.batch(limits), model.request(model.prompt(messages), max_tokens=LONGEST))
+            for messages in islice(source, options.questions)
+        ]
+
+    yield measure
+
+
+def questions(kind: str, random: Random) -> Iterator[list[Message]]:
+    """Conversations that end with a question. Answers to free ones are not in them; to one that is asked again the
+    wanted answer is."""
+    tasks = {"": repeating} if kind == COPIED else {"told": greeting(True), "declined": outside(True)}
+    for messages in conversations({name: (task, 1.0) for name, task in tasks.items()}, random, evaluation=True):
+        yield [*messages, messages[-2]] if kind == AGAIN else messages[:-1]
+
+
+def repeating_inference(shape: str) -> Inference:
+    """The steps of a shape with random weights that says its last token again and again: what the layers add to the
+    embedding of a token is multiplied by 0, which takes as long as any other number."""
+    enable_persistent_cache()
+    config, switches = config_of(shape), Switches()
+    network = random_network(config, "float32", switches, scheme=SCHEMES[QUANT])
+    for layer in network.layers:
+        for matrix in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            matrix.scale.set_value(jnp.zeros_like(matrix.scale.get_value()))
+    return Inference(network, config, switches, "int8")
+
+
+Draft = Callable[[Generation, int], list[int]]
+SEARCH: Draft = Generation.draft  # what the engine itself does
+
+
+def made_up(cell: Cell, seed: int) -> Draft:
+    """Guesses of which each is right with the cell's probability, for an answer that says its last token again; or
+    none. What is made up takes the place of what was found, so that searching is timed too."""
+    random, share = Random(f"{seed} {cell}"), cell["share"]
+
+    def draft(generation: Generation, most: int) -> list[int]:
+        SEARCH(generation, most)
+        room = 0 if share == NOTHING else min(most, generation.limit - generation.generated - 1)
+        return [generation.token ^ (random.random() >= share) for _ in range(room)]
+
+    return draft
+
+
+def answer(batch: Batch, asked: Request, draft: Draft = SEARCH) -> Sample:
+    """A greedy answer alone in a batch: its tokens, the decode steps that it took, the tokens guessed, and the
+    milliseconds from its first token to its last. `draft` guesses."""
+    said, start = list[int](), 0.0
+    with guesses_noted(draft) as noted:
+        batch.join(asked)
+        while batch.running:
+            for _, item in batch.step():
+                if isinstance(item, Exception):
+                    raise item
+                if isinstance(item, Step):
+                    said.append(item.token_id)
+                    start = start or time.perf_counter()
+    ms = 1e3 * (time.perf_counter() - start)
+    return {"tokens": said, "steps": len(noted), "guessed": sum(noted), "ms": ms}
+
+
+@contextmanager
+def guesses_noted(draft: Draft) -> Iterator[list[int]]:
+    """Lets `draft` guess, and notes how many tokens in each decode step of one request."""
+    noted: list[int] = []
+
+    def note(generation: Generation, most: int) -> list[int]:
+        guessed = draft(generation, most)
+        noted.append(len(guessed))
+        return guessed
+
+    with mock.patch.object(Generation, "draft", note):
+        yield noted
+
+
+def accepted(sample: Sample) -> int:
+    """Guesses that were right: every step brings one token besides, and the first token none."""
+    return len(sample["tokens"]) - 1 - sample["steps"]
+
+
+def share_accepted(samples: Sequence[Sample]) -> float | None:
+    """Right guesses over all guesses; None without any."""
+    guessed = sum(sample["guessed"] for sample in samples)
+    return sum(map(accepted, samples)) / guessed if guessed else None
+
+
+def tokens_per_step(samples: Sequence[Sample]) -> float:
+    """Tokens that a decode step brings on average."""
+    return sum(len(sample["tokens"]) - 1 for sample in samples) / max(sum(sample["steps"] for sample in samples), 1)
+
+
+def same(samples: Sequence[Sample], model: str, kind: str, guesses: int) -> list[bool]:
+    """Of each question whether the answer is the one without guesses."""
+    pairs = zip(
+        of(samples, part=TEXT, model=model, kind=kind, guesses=guesses),
+        of(samples, part=TEXT, model=model, kind=kind, guesses=0),
+        strict=False,
+    )
+    return [guessed["tokens"] == alone["tokens"] for guessed, alone in pairs]
+
+
+def gains(samples: Sequence[Sample], guesses: int, share: float) -> list[float]:
+    """Times as fast as without guesses, in the same repeat."""
+    alone = {sample["cell"]["repeat"]: sample["ms"] for sample in of(samples, part=TIME, guesses=0)}
+    found = of(samples, part=TIME, guesses=guesses, share=share)
+    return [alone[sample["cell"]["repeat"]] / sample["ms"] for sample in found if sample["cell"]["repeat"] in alone]
+
+
+def share_name(share: float) -> str:
+    """A column that tells how guesses are made up."""
+    return "no guesses found" if share == NOTHING else f"each right with probability {share:g}"
+
+
+def percent(share: float | None) -> str:
+    """For a table; nothing without guesses."""
+    return "" if share is None else f"{share:.1%}"
+
+
+def table(samples: Sequence[Sample], options: argparse.Namespace) -> str:
+    """What is guessed right, and what that gains."""
+    lines = [
+        f"{options.questions} held-out questions of each kind, greedy, up to {LONGEST} tokens.",
+        "",
+        "| model | text | guesses | same answers | guesses right | tokens per step |",
+        "|" + "---|" * 6,
+    ]
+    for model in options.model:
+        for kind in KINDS:
+            for guesses in options.guesses:
+                told = of(samples, part=TEXT, model=model, kind=kind, guesses=guesses)
+                equal = same(samples, model, kind, guesses)
+                cells = [model, kind, str(guesses), f"{sum(equal)} of {len(equal)}", percent(share_accepted(told))]
+                lines.append(f"| {' | '.join(cells)} | {tokens_per_step(told):.2f} |")
+    lines += [
+        "",
+        f"{options.shape} {QUANT}, random weights, an answer of {options.tokens} tokens that repeats, guesses made up: "
+        f"median (lowest..highest) of {options.repeats} repeats.",
+        "",
+        "| guesses, at most | how | right | ms per token | times as fast |",
+        "|" + "---|" * 5,
+    ]
+    for guesses in (0, *options.guesses):
+        for share in SHARES if guesses else (NOTHING,):
+            told = of(samples, part=TIME, guesses=guesses, share=share)
+            times = [sample["ms"] / (len(sample["tokens"]) - 1) for sample in told]
+            cells = [str(guesses), share_name(share) if guesses else "", percent(share_accepted(told)), spread(times)]
+            lines.append(f"| {' | '.join(cells)} | {spread(gains(samples, guesses, share), 2)} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(samples: Sequence[Sample], options: argparse.Namespace) -> Figure:
+    """Gain by the share of right guesses, and that share by kind of text."""
+    figure, (gain, share) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    for number, guesses in enumerate(options.guesses):
+        told = [
+            (share_accepted(of(samples, part=TIME, guesses=guesses, share=left)), gains(samples, guesses, left))
+            for left in SHARES
+            if left != NOTHING
+        ]
+        at = [right for right, _ in told]
+        style = {"marker": "os^Dv"[number % 5], "ls": ("-", "--", ":")[number % 3], "color": COLOURS[number]}
+        gain.plot(at, [median(values) for _, values in told], label=f"here, up to {guesses} guesses", **style)
+    for place, (right, times, name) in enumerate(PUBLISHED):
+        gain.plot(right, times, "xP*"[place], ms=9, color="black", ls="", label=f"documented: {times}, {name}")
+    gain.axhline(1, color="grey", lw=0.8)
+    gain.set(xlabel="share of the guesses that are right", ylabel="times as fast", title=f"{options.shape} {QUANT}")
+    gain.legend(fontsize=7)
+    plot_shares(share, samples, options)
+    return figure
+
+
+def plot_shares(axes: Axes, samples: Sequence[Sample], options: argparse.Namespace) -> None:
+    """Right guesses of the first model by kind of text."""
+    model = options.model[0]
+    for number, guesses in enumerate(options.guesses):
+        told = [of(samples, part=TEXT, model=model, kind=kind, guesses=guesses) for kind in KINDS]
+        at = [place + 0.4 * (number - 0.5 * (len(options.guesses) - 1)) for place in range(len(KINDS))]
+        style = {"color": COLOURS[number], "hatch": ("", "//", "..")[number % 3], "label": f"up to {guesses} guesses"}
+        drawn = axes.bar(at, [share_accepted(each) or 0 for each in told], 0.36, **style)
+        axes.bar_label(drawn, labels=[f"{tokens_per_step(each):.2f} tokens\nper step" for each in told], fontsize=7)
+    axes.axhline(PUBLISHED[0][0], color="grey", ls="--", lw=1, label="documented, repetitive text: 0.625")
+    axes.set(xticks=range(len(KINDS)), xticklabels=KINDS, ylim=(0, 1.15), ylabel="share of the guesses that are right")
+    axes.set_title(f"{model}, its own answers")
+    axes.legend(fontsize=7)
+
+
+def _gains(share: float) -> Callable[[Sequence[Sample]], list[float]]:
+    return lambda samples: gains(samples, SPEC_K, share)
+
+
+def _right(samples: Sequence[Sample]) -> list[float]:
+    """Share of right guesses in each kind of repetitive text, of each model."""
+    asked = of(samples, part=TEXT, guesses=SPEC_K)
+    groups = dict.fromkeys((sample["cell"]["model"], sample["cell"]["kind"]) for sample in asked)
+    shares = [share_accepted(of(asked, model=model, kind=kind)) for model, kind in groups if kind != FREE]
+    return [share for share in shares if share is not None]
+
+
+def _same(samples: Sequence[Sample]) -> list[Any]:
+    """For every model, kind of text and number of guesses, the share of answers that are the same."""
+    asked = [sample["cell"] for sample in of(samples, part=TEXT) if sample["cell"]["guesses"]]
+    groups = dict.fromkeys((cell["model"], cell["kind"], cell["guesses"]) for cell in asked)
+    found = [same(samples, *group) for group in groups]
+    return [sum(equal) / len(equal) for equal in found if equal]
+
+
+FIGURES = (
+    Documented(
+        "guessing on repetitive text, times as fast",
+        "181.1 / 126.6 = 1.43",
+        1.43,
+        "times",
+        SOURCE,
+        f"{BOARD}, 0.625 of the guesses right",
+        _gains(REPETITIVE),
+        lambda values: median(values) >= 0.9 * 1.43,
+        "with as many guesses right as documented, at least nine tenths of the documented gain",
+    ),
+    Documented(
+        "guessing on free text, times as fast",
+        "182.6 / 181.8 = 1.00",
+        1.0,
+        "times",
+        SOURCE,
+        BOARD,
+        _gains(NOTHING),
+        lambda values: 0.95 <= median(values) <= 1.05,
+        "where nothing is found to guess, the same time within 5 %",
+    ),
+    Documented(
+        "guesses that are right, repetitive text",
+        "0.625",
+        0.625,
+        "of the guesses",
+        SOURCE,
+        BOARD,
+        _right,
+        lambda values: median(values) > 0.5,
+        "answers of a trained model that repeat the question or an earlier answer; more than half of the guesses",
+    ),
+    Documented(
+        "answers that are the same with guesses",
+        "all",
+        1.0,
+        "of all",
+        "docs of the original: guesses are replayed so that the output is the same",
+        "greedy",
+        _same,
+        lambda values: set(values) == {1.0},
+        "every answer of every kind of text, token by token",
+    ),
+)
+
+EXPERIMENT = Experiment(
+    "speculation",
+    __doc__,
+    add_options,
+    {"questions": 3, "guesses": [SPEC_K], "shape": "tiny-vl", "tokens": 24, "repeats": 2},
+    cells,
+    session,
+    table,
+    plot,
+    FIGURES,
+)
+
+if __name__ == "__main__":
+    EXPERIMENT.run(sys.argv[1:])
