@@ -340,17 +340,18 @@ def last_s(samples: Sequence[Sample]) -> float:
 
 def plot(samples: Sequence[Sample], options: argparse.Namespace) -> Figure:
     """Connections over time for each backlog; memory and waiting by the size of the crowd for each room."""
-    figure, (connects, memory, waiting) = plt.subplots(1, 3, figsize=(14, 4.5), layout="constrained")
+    figure, (connects, memory, waiting) = plt.subplots(1, 3, figsize=(14, 5.5), layout="constrained")
     for number, backlog in enumerate(BACKLOGS):
         for loop, style in ((STOPPED, "-"), (ACCEPTS, ":")):
             found = of(samples, backlog=backlog, loop=loop, repeat=0)
             made = sorted(sample["opened_ns"] / 1e9 for sample in found if sample["opened_ns"] is not None)
             label = f"backlog {backlog}, server {loop}"
-            connects.step(made, range(1, len(made) + 1), style, where="post", color=COLOURS[number], label=label)
+            look = {"color": COLOURS[number], "marker": "os^"[number], "ms": 4, "markevery": max(1, len(made) // 8)}
+            connects.step(made, range(1, len(made) + 1), style, where="post", label=label, **look)
     connects.axhline(LISTEN, color="grey", ls="--", lw=1, label=f"documented: listen(fd, {LISTEN})")
     connects.axvline(STOPPED_SECONDS, color="black", ls="-.", lw=0.8, label="the stopped server goes on")
     connects.set(xscale="log", xlabel="seconds", ylabel="connections made", title=f"{options.connects} at once")
-    connects.legend(fontsize=7)
+    connects.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
     plot_crowds(memory, samples, options, all_grown_mb, "memory of process and sockets (MB)")
     plot_crowds(waiting, samples, options, waited_s, "next client's first text (s)")
     return figure

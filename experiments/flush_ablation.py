@@ -38,7 +38,7 @@ IGNORED = "proxy_ignore_headers X-Accel-Buffering;"
 DIRECT = "no proxy"
 OBEYING = "nginx, obeys X-Accel-Buffering: no"
 BUFFERING = "nginx, ignores it and buffers"
-BUFFERING_1_1 = "the same, HTTP/1.1 to the server"
+BUFFERING_1_1 = "nginx, the same with HTTP/1.1 behind it"
 UNBUFFERED = "nginx, proxy_buffering off"
 DIRECTIVES = {
     OBEYING: (),
@@ -183,8 +183,8 @@ def plot(samples: Sequence[Sample], options: argparse.Namespace) -> Figure:
     axes.set_yticks(range(len(rows) + 1), ["documented: 1 per event, no proxy", *names], fontsize=8)
     axes.invert_yaxis()
     axes.set(xlabel="ms from sending the request", title="when text appears; the number is that of tokens at a time")
-    handles = [axes.plot([], [], color="black", ls="", marker=marker)[0] for marker in "D|"]
-    axes.legend(handles, ["role frame", "text"], fontsize=8, loc="upper right")
+    handles = [axes.plot([], [], color="black", ls="", marker=marker, mfc="none")[0] for marker in "D|"]
+    figure.legend(handles, ["role frame", "text"], fontsize=8, loc="outside lower left", ncols=2)
     return figure
 
 
