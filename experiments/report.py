@@ -23,8 +23,10 @@ from experiments import (
     backlog,
     batch_margin,
     concurrency,
+    context_growth,
     flush_ablation,
     health_rtt,
+    image_cost,
     kv_precision,
     prefill_width,
     scaling_model,
@@ -50,6 +52,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         ablation,
         kv_precision,
         speculation,
+        context_growth,
+        image_cost,
     )
 }
 CLIENTS = ("sse_timeline", "health_rtt", "concurrency")  # need nothing but a server
@@ -67,6 +71,8 @@ QUICK: Mapping[str, Sequence[str]] = {
     "ablation": ("--model", "tiny-vl", "--conversations", "4"),
     "kv_precision": ("--model", "tiny-vl", "--passages", "2", "--context", "256", "2048", "--repeats", "1"),
     "speculation": ("--questions", "8", "--guesses", "4", "--tokens", "32", "--repeats", "1"),
+    "context_growth": ("--context", "1024", "8192", "--prompt", "256", "1024", "--repeats", "1"),
+    "image_cost": ("--size", "64", "512", "--repeats", "1"),
 }
 README = ROOT / "README.md"
 BEGIN, END = "<!-- written by experiments.report -->\n", "<!-- end -->\n"
