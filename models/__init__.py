@@ -17,7 +17,7 @@ from models.errors import (
     PromptError,
 )
 from models.generation import Generation, PrefillProgress, Request, Step
-from models.model import LoadedModel, load
+from models.model import LoadedModel, check, load
 from models.prompt import Prompt
 from models.sampling import SamplingParams
 from models.switches import Switches
@@ -40,5 +40,6 @@ __all__ = [
     "SamplingParams",
     "Step",
     "Switches",
+    "check",
     "load",
 ]

@@ -65,29 +65,16 @@ def load(
         ConfigError: an argument or `config.json` asks for something that does not exist.
         CheckpointError: the folder does not hold what its configuration promises.
     """
-    scheme = None if quant is None else find_scheme(quant)
-    if kv not in (None, *CACHE_TYPES):
-        raise ConfigError(f"kv must be one of {', '.join(CACHE_TYPES)}, found {kv!r}")
-    if weights not in (None, "random"):
-        raise ConfigError(f"weights must be None (read the folder's) or 'random', found {weights!r}")
+    plan = _plan(path_or_preset, quant, weights, kv=kv, max_context=max_context, max_image_tokens=max_image_tokens)
     enable_persistent_cache()
     switches = switches or Switches()
-    folder = find_folder(path_or_preset)
-    config = parse_config(preset(str(path_or_preset)), str(path_or_preset)) if folder is None else read_config(folder)
-    if folder is None and weights is None:
-        raise ConfigError(
-            f"'{path_or_preset}' is a shape without weights: pass weights='random' or a checkpoint folder"
-        )
-    if weights == "random":
+    folder, config, processor, context, scheme = plan.folder, plan.config, plan.processor, plan.context, plan.scheme
+    if plan.checkpoint is None:
         network, identity = random_network(config, dtype, switches, scheme=scheme), "random"
     else:
-        checkpoint = Checkpoint.open(folder)
-        scheme = _agreed_scheme(checkpoint, scheme)
-        network = load_network(checkpoint, config, dtype, switches, scheme, mapped=mapped)
-        identity = checkpoint.identity
-    context = _context(config, max_context)
+        network = load_network(plan.checkpoint, config, dtype, switches, scheme, mapped=mapped)
+        identity = plan.checkpoint.identity
     kv = kv or ("float32" if scheme is None else "int8")
-    processor = None if config.vision is None else ImageProcessor.from_folder(folder, max_image_tokens)
     return LoadedModel(
         name=Path(path_or_preset).name,
         config=config,
@@ -99,6 +86,63 @@ def load(
         end_tokens=_end_tokens(folder),
         default_sampling=_default_sampling(folder),
     )
+
+
+def check(
+    path_or_preset: str | Path,
+    quant: str | None = None,
+    weights: str | None = None,
+    *,
+    kv: CacheType | None = None,
+    max_context: int | None = None,
+    max_image_tokens: int = 1280,
+) -> None:
+    """Finds out whether a model can be opened with these arguments of `load`, as far as that takes no weights.
+
+    Raises:
+        ConfigError, CheckpointError: as `load`.
+    """
+    _plan(path_or_preset, quant, weights, kv=kv, max_context=max_context, max_image_tokens=max_image_tokens)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is to be loaded. `checkpoint` is None for random weights, `folder` for a preset."""
+
+    folder: Path | None
+    config: ModelConfig
+    checkpoint: Checkpoint | None
+    scheme: Scheme | None
+    context: int
+    processor: ImageProcessor | None
+
+
+def _plan(
+    path_or_preset: str | Path,
+    quant: str | None,
+    weights: str | None,
+    *,
+    kv: CacheType | None,
+    max_context: int | None,
+    max_image_tokens: int,
+) -> _Plan:
+    scheme = None if quant is None else find_scheme(quant)
+    if kv not in (None, *CACHE_TYPES):
+        raise ConfigError(f"kv must be one of {', '.join(CACHE_TYPES)}, found {kv!r}")
+    if weights not in (None, "random"):
+        raise ConfigError(f"weights must be None (read the folder's) or 'random', found {weights!r}")
+    folder = find_folder(path_or_preset)
+    config = parse_config(preset(str(path_or_preset)), str(path_or_preset)) if folder is None else read_config(folder)
+    if folder is None and weights is None:
+        raise ConfigError(
+            f"'{path_or_preset}' is a shape without weights: pass weights='random' or a checkpoint folder"
+        )
+    context = _context(config, max_context)
+    processor = None if config.vision is None else ImageProcessor.from_folder(folder, max_image_tokens)
+    checkpoint = None if weights == "random" else Checkpoint.open(folder)
+    if checkpoint is not None:
+        scheme = _agreed_scheme(checkpoint, scheme)
+    return _Plan(folder, config, checkpoint, scheme, context, processor)
 
 
 def _agreed_scheme(checkpoint: Checkpoint, wanted: Scheme | None) -> Scheme | None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import models
 from models.disk_cache import open_folder
-from models.model import find_folder
 from serving import request_log
 from serving.access import is_loopback
 from serving.app import create_app
@@ -28,17 +27,27 @@ CLOSING_SECONDS = 3.0  # for the last frames to reach their clients
 WRITING_SECONDS = 15.0  # for what is kept on disk
 
 
+def check(settings: Settings) -> None:
+    """Finds what is wrong with the settings before anything else is done; raises KestrelError or OSError."""
+    models.check(settings.model, **_model_arguments(settings))
+    if settings.disk_kv is not None:
+        open_folder(Path(settings.disk_kv))
+
+
+def _model_arguments(settings: Settings) -> dict[str, Any]:
+    return {
+        "quant": settings.quant,
+        "weights": settings.weights,
+        "kv": settings.kv,
+        "max_context": settings.max_context,
+        "max_image_tokens": settings.max_image_tokens,
+    }
+
+
 def load(settings: Settings) -> models.LoadedModel:
     """Loads and compiles the model; runs on the engine thread."""
     model = models.load(
-        settings.model,
-        quant=settings.quant,
-        kv=settings.kv,
-        mapped=not settings.copy_weights,
-        dtype=settings.dtype,
-        weights=settings.weights,
-        max_context=settings.max_context,
-        max_image_tokens=settings.max_image_tokens,
+        settings.model, dtype=settings.dtype, mapped=not settings.copy_weights, **_model_arguments(settings)
     )
     model.warm_up(settings.batch_limits(model.bytes_per_slot))
     return model
@@ -96,9 +105,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     request_log.write_to_stderr()
     try:
-        find_folder(settings.model)
-        if settings.disk_kv is not None:
-            open_folder(Path(settings.disk_kv))  # what is wrong with it is said before the model is loaded
+        check(settings)
         bound = listening_socket(settings)
     except (models.KestrelError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -20,5 +20,5 @@ def load(settings: Settings) -> ScriptedModel:
 
 if __name__ == "__main__":
     command.load = load
-    command.find_folder = lambda name: None
+    command.check = lambda settings: None
     sys.exit(command.main())

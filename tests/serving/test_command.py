@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, contextmanager
 import httpx
 import pytest
 
+from models.model import PRETRAINED
 from serving import __main__ as command
 from serving.settings import Settings, parse_settings
 
@@ -150,14 +151,17 @@ async def test_a_second_signal_stops_at_once(slow):
     async with running(Settings(port=0, drain_timeout=60)) as (task, client):
         await until_ready(client)
         async with client.stream("POST", COMPLETIONS, json=body("x" * 1000, stream=True)) as response:
-            await anext(response.aiter_text())
+            pieces = response.aiter_text()
+            stream = await anext(pieces)
             os.kill(os.getpid(), signal.SIGTERM)
             while (await client.get("/health")).json()["status"] == "ok":
                 await asyncio.sleep(0.01)
             assert not task.done()
             os.kill(os.getpid(), signal.SIGTERM)
             async with asyncio.timeout(10):
+                stream += "".join([piece async for piece in pieces])
                 assert await task == 0
+        assert text_of(frames(stream)).endswith("[the server is shutting down]")
 
 
 async def test_a_checkpoint_that_cannot_be_loaded_ends_the_command(tmp_path, caplog):
@@ -176,16 +180,47 @@ def test_a_model_that_does_not_exist_is_said(monkeypatch, capsys, model):
     assert capsys.readouterr().err.startswith(f"error: '{model}' is neither a folder")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-context", "1"], "max_context must lie in 2.."),
+        (["--max-context", "-5"], "max_context must lie in 2.."),
+        (["--max-context", "100000000"], "max_context must lie in 2.."),
+        (["--max-image-tokens", "0"], "max_image_tokens must be at least 1, found 0"),
+        (["--max-image-tokens", "-1"], "max_image_tokens must be at least 1, found -1"),
+        (["--model", "qwen3-vl-2b"], "weights='random'"),
+        (["--model", "qwen3-vl-2b", "--weights", "random", "--max-context", "100000000"], "max_context must lie in"),
+        (["--model", "{empty}"], "config.json"),
+        (["--model", "{broken}"], "config.json"),
+        (["--model", "{bare}"], "no weights"),
+    ],
+)
+def test_what_cannot_be_loaded_is_said_before_loading(tmp_path, monkeypatch, capsys, arguments, message):
+    """As far as that takes no weights: nobody is told that requests will be taken."""
+    folders = {name: tmp_path / name for name in ("empty", "broken", "bare")}
+    for folder in folders.values():
+        folder.mkdir()
+    (folders["broken"] / "config.json").write_text('{"model_type": "qwen3"}')
+    (folders["bare"] / "config.json").write_text((PRETRAINED / "tiny-moe" / "config.json").read_text())
+    monkeypatch.setattr(command, "run", lambda *_: pytest.fail("it was run"))
+    monkeypatch.setattr(sys, "argv", ["serving", "--port", "0", *(entry.format(**folders) for entry in arguments)])
+    assert command.main() == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("error: ")
+    assert message in told.err
+    assert told.err.count("\n") == 1
+
+
 def test_a_folder_that_cannot_be_used_is_said(monkeypatch, capsys, tmp_path):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(command, "find_folder", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["serving", "--port", "0", "--disk-kv", str(tmp_path / "file")])
     assert command.main() == 2
     assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'file'}: keys and values cannot be kept there")
 
 
 def test_a_port_in_use_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(command, "find_folder", lambda name: None)
+    monkeypatch.setattr(command, "check", lambda settings: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setattr(sys, "argv", ["serving", "--port", str(taken.getsockname()[1])])
         assert command.main() == 2
