@@ -28,7 +28,7 @@ class Access:
     def __init__(self, settings: Settings) -> None:
         self._keys = settings.api_keys
         self._origins = frozenset(settings.allowed_origins)
-        own = ("localhost", socket.gethostname(), socket.getfqdn(), settings.host)
+        own = ("localhost", socket.gethostname(), settings.host)  # no name server is asked for more: that may take long
         self._hosts = frozenset(name.lower() for name in (*own, *settings.allowed_hosts))
 
     def check(self, request: Request, key: str) -> Response | None:

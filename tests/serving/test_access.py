@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 
 import httpx
 import openai
@@ -278,6 +279,15 @@ async def test_a_name_can_be_allowed_and_a_key_makes_names_unimportant():
     async with scripted_server(api_keys=(KEY,)) as locked:
         headers = {"Host": "any.example", "X-Api-Key": KEY}
         assert (await locked.client.get("/v1/models", headers=headers)).status_code == 200
+
+
+async def test_no_name_server_is_asked_for_the_names_of_the_machine(monkeypatch):
+    """It may be far away, and the server would start only when it has answered, or not."""
+    for name in ("getfqdn", "gethostbyaddr", "gethostbyname", "gethostbyname_ex"):
+        monkeypatch.setattr(socket, name, lambda *_: pytest.fail("asked"))
+    async with scripted_server() as server:
+        headers = {"Host": f"{socket.gethostname()}:8000"}
+        assert (await server.client.get("/health", headers=headers)).status_code == 200
 
 
 @pytest.mark.parametrize("header", ["Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP"])
