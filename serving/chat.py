@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from models import ContextLengthError, KestrelError, LoadedModel, Prompt, Step
+from models import LoadedModel, Prompt, Step
 from models.generation import check_room
 from models.tokenizer import Tokenizer
 from serving import reasoning, replies, tool_calls
@@ -20,7 +20,7 @@ from serving.answer_grammar import compile_answer_grammar
 from serving.chat_request import ChatRequest
 from serving.engine import Engine
 from serving.errors import ApiError, bad_request
-from serving.generation_request import check_token_ids, seeded
+from serving.generation_request import check_token_ids, checked_sampling, prompt_errors, seeded
 from serving.job import Job, Work
 from serving.media import conversation
 from serving.streaming import choice_steps, event_stream
@@ -31,7 +31,8 @@ from serving.tool_calls import ToolCallParser
 class Prepared:
     """What a request has become on its way to the engine: what to run for each choice, all with one prompt.
     `in_reasoning` tells that its template opens the reasoning; `last_user_tokens` counts the text of the last user
-    turn; `matched` those of the request's `context_tokens` with which the prompt begins, None if there were none."""
+    turn, if metrics were asked for; `matched` those of the request's `context_tokens` with which the prompt begins,
+    None if there were none."""
 
     work: list[Work]
     in_reasoning: bool
@@ -63,7 +64,8 @@ class Choice:
 
 @dataclass
 class Exchange:
-    """One admitted request and its answers so far. Belongs to its handler alone."""
+    """One admitted request and its answers so far. Belongs to its handler alone. `events` adds the original's metrics
+    and tokens whatever the request says."""
 
     engine: Engine
     job: Job
@@ -71,6 +73,7 @@ class Exchange:
     prepared: Prepared
     model_id: str
     choices: list[Choice]
+    events: bool
 
     @property
     def prompt(self) -> Prompt:
@@ -96,30 +99,33 @@ class Exchange:
         steps, choice.unreported = choice.unreported, []
         return replies.logprobs(steps, self.engine.model.tokenizer) if self.request.logprobs and steps else None
 
-    def extras(self, events: bool) -> dict[str, Any]:
+    def extras(self) -> dict[str, Any]:
         """The original's metrics and tokens, where they are asked for. They describe one answer, not several."""
         if len(self.choices) > 1:
             return {}
         extras: dict[str, Any] = {}
-        if events or self.request.asks("include_metrics"):
+        if self.events or self.request.asks("include_metrics"):
             metrics = replies.metrics(self.job, self.prompt, self.prepared.last_user_tokens, self.steps)
             matched = self.prepared.matched
             extras["metrics"] = metrics if matched is None else metrics | {"context_tokens": matched}
-        if events or self.request.asks("include_tokens"):
+        if self.events or self.request.asks("include_tokens"):
             extras["history_tokens"] = replies.history(self.prompt, self.steps)
         return extras
 
 
-async def begin(engine: Engine, request: ChatRequest, model_id: str, job: Job, workers: ThreadPoolExecutor) -> Exchange:
-    """Builds the prompt of an admitted request on a worker thread, and queues it.
+async def begin(
+    engine: Engine, request: ChatRequest, model_id: str, job: Job, workers: ThreadPoolExecutor, *, events: bool = False
+) -> Exchange:
+    """Builds the prompt of an admitted request on a worker thread, and queues it. `events`: see `Exchange`.
 
     Raises:
         ApiError: 400 for a conversation or picture that cannot be used, or a prompt longer than the context.
     """
-    prepared = await asyncio.get_running_loop().run_in_executor(workers, prepare, engine.model, request)
+    preparing = partial(prepare, engine.model, request, metrics=events or request.asks("include_metrics"))
+    prepared = await asyncio.get_running_loop().run_in_executor(workers, preparing)
     engine.submit(job, prepared.work)
     choices = [Choice(index, _answer(request, prepared)) for index in range(len(prepared.work))]
-    return Exchange(engine, job, request, prepared, model_id, choices)
+    return Exchange(engine, job, request, prepared, model_id, choices, events)
 
 
 def _answer(request: ChatRequest, prepared: Prepared) -> Answer:
@@ -130,25 +136,22 @@ def _answer(request: ChatRequest, prepared: Prepared) -> Answer:
     return Answer(in_reasoning=prepared.in_reasoning, calls=calls)
 
 
-def prepare(model: LoadedModel, request: ChatRequest) -> Prepared:
-    """What to run for a request. Takes time: pictures are decoded, schemas compiled.
+def prepare(model: LoadedModel, request: ChatRequest, *, metrics: bool = False) -> Prepared:
+    """What to run for a request, and with `metrics` what only these tell. Takes time: pictures are decoded, schemas
+    compiled.
 
     Raises:
         ApiError: 400 for a conversation, picture or schema that cannot be used, or a prompt longer than the context.
     """
     try:
-        return _prepare(model, request)
+        return _prepare(model, request, metrics)
     except ApiError as error:
         raise request.as_sent(error) from None
 
 
-def _prepare(model: LoadedModel, request: ChatRequest) -> Prepared:
-    sampling = request.sampling(model.default_sampling)
-    try:
-        model.check_sampling(sampling)
-    except KestrelError as error:
-        raise bad_request(str(error), "logit_bias") from None
-    try:
+def _prepare(model: LoadedModel, request: ChatRequest, metrics: bool) -> Prepared:
+    sampling = checked_sampling(request, model)
+    with prompt_errors("messages"):
         if request.callable_tools and not model.takes_tools:
             raise bad_request("the chat template of this model has no place for 'tools'", "tools")
         check_token_ids(request.context_tokens or [], model.tokenizer, "context_tokens")
@@ -158,16 +161,13 @@ def _prepare(model: LoadedModel, request: ChatRequest) -> Prepared:
         _check_opening(request, in_reasoning)
         prompt = _opened(prompt, request, model.tokenizer)
         check_room(len(prompt.token_ids), model.max_context)
-    except ContextLengthError as error:
-        raise bad_request(str(error), "messages", "context_length_exceeded") from None
-    except KestrelError as error:
-        raise bad_request(str(error), "messages") from None
     room = model.max_context - len(prompt.token_ids)
     limit = min(request.limit or room, room)
     grammar = compile_answer_grammar(model, request, in_reasoning=in_reasoning)
     work = [Work(prompt, limit, request.stops, seeded(sampling, index), grammar) for index in range(request.n or 1)]
     matched = _matched(request.context_tokens, prompt)
-    return Prepared(work, in_reasoning, _last_user_tokens(model.tokenizer, messages), matched)
+    last_user_tokens = _last_user_tokens(model.tokenizer, messages) if metrics else 0
+    return Prepared(work, in_reasoning, last_user_tokens, matched)
 
 
 def _matched(ids: list[int] | None, prompt: Prompt) -> int | None:
@@ -218,16 +218,15 @@ def _last_user_tokens(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> i
     return sum(len(tokenizer.encode_text(text)) for text in texts)
 
 
-def stream(exchange: Exchange, events: bool, ping_seconds: float | None) -> AsyncIterator[bytes]:
+def stream(exchange: Exchange, ping_seconds: float | None) -> AsyncIterator[bytes]:
     """The answer as server-sent events: the role at once, a frame per piece, the finish, and so for every choice; then
-    what was asked for. `events` adds the original's frames whatever the request says; `ping_seconds` of silence bring a
-    comment."""
+    what was asked for. `ping_seconds` of silence bring a comment."""
     return event_stream(
         exchange.job,
         exchange.choices,
         [exchange.role_chunk(exchange.choices[0])],
         partial(_step_frames, exchange),
-        partial(_closing_frames, exchange, events),
+        partial(_closing_frames, exchange),
         ping_seconds,
     )
 
@@ -242,9 +241,9 @@ def _step_frames(exchange: Exchange, choice: Choice, step: Step) -> list[dict[st
     return frames
 
 
-def _closing_frames(exchange: Exchange, events: bool) -> list[dict[str, Any]]:
+def _closing_frames(exchange: Exchange) -> list[dict[str, Any]]:
     """The original's metrics and tokens; usage last, as clients keep what the last chunk says of it."""
-    extras, frames = exchange.extras(events), []
+    extras, frames = exchange.extras(), []
     if "metrics" in extras:
         frames.append(replies.metrics_frame(extras["metrics"]))
     if "history_tokens" in extras:
@@ -255,7 +254,7 @@ def _closing_frames(exchange: Exchange, events: bool) -> list[dict[str, Any]]:
     return frames
 
 
-async def whole(exchange: Exchange, events: bool) -> dict[str, Any]:
+async def whole(exchange: Exchange) -> dict[str, Any]:
     """The answer as one object.
 
     Raises:
@@ -273,4 +272,4 @@ async def whole(exchange: Exchange, events: bool) -> dict[str, Any]:
         for choice in exchange.choices
     ]
     usage = replies.usage(exchange.job, exchange.prompt, exchange.steps)
-    return replies.completion(exchange.job, exchange.model_id, choices, usage) | exchange.extras(events)
+    return replies.completion(exchange.job, exchange.model_id, choices, usage) | exchange.extras()

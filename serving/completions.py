@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from models import ContextLengthError, KestrelError, Prompt, Step
+from models import Prompt, Step
 from models.generation import check_room
 from models.prompt import IMAGE_PAD, VIDEO_PAD
 from models.sampling import MAX_TOP_LOGPROBS
@@ -22,7 +22,14 @@ from models.tokenizer import Tokenizer
 from serving import replies
 from serving.engine import Engine
 from serving.errors import bad_request
-from serving.generation_request import GenerationRequest, check_bias_names, check_token_ids, seeded
+from serving.generation_request import (
+    GenerationRequest,
+    check_bias_names,
+    check_token_ids,
+    checked_sampling,
+    prompt_errors,
+    seeded,
+)
 from serving.job import Job, Work
 from serving.json_body import read_fields
 from serving.streaming import choice_steps, event_stream
@@ -188,23 +195,15 @@ async def begin(
 
 def _prepare(engine: Engine, request: CompletionRequest) -> list[Work]:
     model = engine.model
-    sampling = request.sampling(model.default_sampling)
-    try:
-        model.check_sampling(sampling)
-    except KestrelError as error:
-        raise bad_request(str(error), "logit_bias") from None
+    sampling = checked_sampling(request, model)
     work = []
     for asked in request.prompts:
-        try:
+        with prompt_errors("prompt"):
             if isinstance(asked, str):
                 model.tokenizer.check_length(asked, model.max_context)
             ids = token_ids(asked, model.tokenizer)
             _check_no_pictures(ids, model.tokenizer)
             check_room(len(ids), model.max_context)
-        except ContextLengthError as error:
-            raise bad_request(str(error), "prompt", "context_length_exceeded") from None
-        except KestrelError as error:
-            raise bad_request(str(error), "prompt") from None
         limit = min(request.max_tokens or DEFAULT_TOKENS, model.max_context - len(ids))
         prompt = Prompt(np.array(ids, np.int32), ())
         work += [Work(prompt, limit, request.stops, seeded(sampling, index)) for index in range(request.n or 1)]

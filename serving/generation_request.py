@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from models import SamplingParams
+from models import ContextLengthError, KestrelError, LoadedModel, SamplingParams
 from models.tokenizer import Tokenizer
 from serving.errors import bad_request
 from serving.json_body import Strict
@@ -78,6 +80,31 @@ class GenerationRequest(Strict):
         said = {name: getattr(self, name) for name in (*names, *penalties) if getattr(self, name) is not None}
         bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
         return SamplingParams(**(vars(default) | said | {"logit_bias": bias, "top_logprobs": self.alternatives}))
+
+
+def checked_sampling(request: GenerationRequest, model: LoadedModel) -> SamplingParams:
+    """How to sample.
+
+    Raises:
+        ApiError: 400 for a `logit_bias` for a token that the model does not have.
+    """
+    sampling = request.sampling(model.default_sampling)
+    try:
+        model.check_sampling(sampling)
+    except KestrelError as error:
+        raise bad_request(str(error), "logit_bias") from None
+    return sampling
+
+
+@contextmanager
+def prompt_errors(param: str) -> Iterator[None]:
+    """Turns what a model has against a prompt into a 400 that names the field in which it came."""
+    try:
+        yield
+    except ContextLengthError as error:
+        raise bad_request(str(error), param, "context_length_exceeded") from None
+    except KestrelError as error:
+        raise bad_request(str(error), param) from None
 
 
 def check_bias_names(request: GenerationRequest) -> None:

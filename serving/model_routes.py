@@ -42,10 +42,11 @@ def model_routes(
     async def chat_completions() -> Response:
         """A chat completion, streamed or whole."""
         asked = await read(parse_chat_request)
-        exchange = await chat.begin(engine, asked, settings.model_id, admit(asked.model), workers)
+        job, events = admit(asked.model), settings.kestrel_events
+        exchange = await chat.begin(engine, asked, settings.model_id, job, workers, events=events)
         if asked.stream:
-            return _streamed(chat.stream(exchange, settings.kestrel_events, ping_seconds))
-        return jsonify(await chat.whole(exchange, settings.kestrel_events))
+            return _streamed(chat.stream(exchange, ping_seconds))
+        return jsonify(await chat.whole(exchange))
 
     @blueprint.post("/v1/completions")
     async def text_completions() -> Response:

@@ -8,12 +8,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from models import KestrelError, LoadedModel
+from models import LoadedModel
 from serving import chat
 from serving.chat_request import ChatRequest, checked_chat_request
 from serving.completions import token_ids
 from serving.engine import Engine
 from serving.errors import ApiError, bad_request
+from serving.generation_request import prompt_errors
 from serving.json_body import Strict, checked_fields, parse_json
 
 LONGEST_TEXT = 2**20  # characters
@@ -68,9 +69,7 @@ class TokenCounter:
 
 
 def _ids(model: LoadedModel, request: TokenizeText | ChatRequest) -> list[int]:
-    try:
-        if isinstance(request, TokenizeText):
+    if isinstance(request, TokenizeText):
+        with prompt_errors("prompt"):
             return token_ids(request.prompt, model.tokenizer)
-    except KestrelError as error:
-        raise bad_request(str(error), "prompt") from None
     return chat.prepare(model, request).work[0].prompt.token_ids.tolist()
