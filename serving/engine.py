@@ -13,7 +13,6 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -21,7 +20,7 @@ from typing import Literal, get_args
 from models import Batch, Generation, KestrelError, LoadedModel, PrefillProgress, Request, Step
 from serving import request_log
 from serving.errors import ApiError, bad_request
-from serving.job import Failure, Job, Work
+from serving.job import ChoiceStep, Failure, Job, Work
 from serving.memory import available_bytes
 from serving.metrics import Metrics
 from serving.settings import Settings
@@ -32,12 +31,16 @@ ENGINE_FAILED = ApiError(500, "the engine failed on this request", code="engine_
 RETRY_SECONDS = {"loading": 5, "draining": 30, "error": 60, "memory": 5}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Run:
-    """A job in the batch: the choice that is being generated, and those to come."""
+    """Choice number `index` of a job. `prefilled` and `last_token` are the moments on the monotonic clock when its
+    prompt was in the cache and when its latest token came; 0 for what has not come."""
 
     job: Job
-    left: deque[Work]
+    index: int
+    work: Work
+    prefilled: float = 0.0
+    last_token: float = 0.0
 
 
 class Engine:
@@ -55,6 +58,7 @@ class Engine:
         self.batch: Batch | None = None
         self._settings = settings
         self._runs: dict[Generation, Run] = {}
+        self._left: dict[Job, list[Run]] = {}  # the choices that are still to come of jobs that have been taken up
         self.metrics = Metrics(settings.model_id)
         self.metrics.watch(lambda: self.active, lambda: self.queued)
         self.metrics.watch_state(get_args(State), lambda: self.state)
@@ -153,7 +157,8 @@ class Engine:
         return reasons.get(self.state, f"the engine has failed: {self.problem}")
 
     def submit(self, job: Job, work: Sequence[Work]) -> None:
-        """Puts an admitted job into the queue. All its choices take one place, and run one after the other."""
+        """Puts an admitted job into the queue. All its choices take one place there; they run together as far as the
+        batch has room, otherwise one after the other."""
         job.work = tuple(work)
         job.choices = len(work)
         prompts = {id(choice.prompt): choice.prompt for choice in work}
@@ -199,11 +204,11 @@ class Engine:
             self.state = state
         self.loaded.set()
 
-    def _end(self, job: Job, last: Step | Failure | None) -> None:
+    def _end(self, job: Job, last: ChoiceStep | Failure | None) -> None:
         """Frees the place of a job before its client can know that it has ended."""
         self._live.discard(job)
-        if isinstance(last, Step) and not job.ended and not job.cancelled:  # else it counts as what ended it
-            self.metrics.completed(job, last.finish_reason)
+        if isinstance(last, ChoiceStep) and not job.ended and not job.cancelled:  # else it counts as what ended it
+            self.metrics.completed(job, last.step.finish_reason)
         if last is not None:
             job.deliver(last)
 
@@ -225,8 +230,12 @@ class Engine:
         except BaseException as error:
             log.exception("the engine thread failed")
             self._tell(self._enter, "error", f"{type(error).__name__}: {error}")
-        for run in self._runs.values():
-            self._finish(run.job, None)
+        for job in self._taken_up():
+            self._finish(job, None)
+
+    def _taken_up(self) -> set[Job]:
+        """The jobs that are being computed."""
+        return {run.job for run in self._runs.values()} | self._left.keys()
 
     def _tell(self, call: Callable[..., None], *arguments: object) -> None:
         """Runs `call` on the event loop, unless that has ended."""
@@ -235,14 +244,18 @@ class Engine:
         except RuntimeError:
             log.debug("the event loop has ended; %s is dropped", call)
 
-    def _finish(self, job: Job, last: Step | Failure | None) -> None:
+    def _finish(self, job: Job, last: ChoiceStep | Failure | None) -> None:
         """Lets go of a job; `last` is for its client, if there is one."""
         job.running = False
         self._tell(self._end, job, last)
 
     def _take_in(self) -> bool:
-        """Starts waiting jobs as long as the batch has room, and waits for one if nothing runs; False at the end."""
+        """Starts choices as long as the batch has room, first those of jobs that have been taken up. Waits for a job if
+        nothing runs; False at the end."""
         while not self.batch.full:
+            if (run := self._due()) is not None:
+                self._start(run)
+                continue
             try:
                 job = self._queue.get(block=not self._runs)
             except queue.Empty:
@@ -253,18 +266,28 @@ class Engine:
             if not job.cancelled and work is not None:
                 job.running = True
                 job.timing.started = time.monotonic()
-                self._next_choice(Run(job, deque(work)))
+                self._left[job] = [Run(job, index, part) for index, part in enumerate(work)]
         return True
 
-    def _next_choice(self, run: Run) -> None:
-        """Puts the next choice of a job into the batch; a job that cannot be run ends with the reason."""
-        work = run.left.popleft()
+    def _due(self) -> Run | None:
+        """The next choice to start. One whose prompt another one is just taking in waits, since it then need not."""
+        for run in (run for left in self._left.values() for run in left):
+            others = [other for other in self._runs.values() if other.work.prompt is run.work.prompt]
+            if not others or any(other.prefilled for other in others):
+                return run
+        return None
+
+    def _start(self, run: Run) -> None:
+        """Puts a choice into the batch; a job that cannot be run ends with the reason."""
+        self._left[run.job].remove(run)
+        if not self._left[run.job]:
+            del self._left[run.job]
         try:
-            generation = self.batch.join(self._request(run.job, work))
+            generation = self.batch.join(self._request(run.job, run.work))
         except KestrelError as error:
-            self._finish(run.job, Failure(bad_request(str(error))))
+            self._lose(run.job, error)
         except Exception as error:
-            self._lose(run, error)
+            self._lose(run.job, error)
             self._lose_batch()
         else:
             self._runs[generation] = run
@@ -280,11 +303,18 @@ class Engine:
         )
 
     def _drop_cancelled(self) -> None:
+        for job in self._taken_up():
+            if job.cancelled:
+                self._drop(job)
+                self._finish(job, None)
+
+    def _drop(self, job: Job) -> None:
+        """Takes all choices of a job out of the batch."""
+        self._left.pop(job, None)
         for generation, run in list(self._runs.items()):
-            if run.job.cancelled:
+            if run.job is job:
                 self.batch.leave(generation)
                 del self._runs[generation]
-                self._finish(run.job, None)
 
     def _advance(self) -> None:
         """One step of the batch; if that fails, so do all jobs in it, because they share the cache."""
@@ -295,49 +325,54 @@ class Engine:
             self._lose_batch()
             return
         now = time.monotonic()
-        going_on = [run for generation, item in items if (run := self._forward(generation, item, now))]
-        for run in going_on:
-            self._next_choice(run)
+        for generation, item in items:
+            if generation in self._runs:  # its job has not just been lost with another of its choices
+                self._forward(generation, item, now)
 
-    def _forward(self, generation: Generation, item: PrefillProgress | Step | Exception, now: float) -> Run | None:
-        """Notes what a step brought to a job, and tells its client; the job again if its next choice is due."""
+    def _forward(self, generation: Generation, item: PrefillProgress | Step | Exception, now: float) -> None:
+        """Notes what a step brought to a job, and tells its client."""
         run = self._runs[generation]
         job = run.job
         if isinstance(item, PrefillProgress):
-            job.timing.prefilled = now
-            if item.done == item.total:
-                job.reused_tokens = job.reused_tokens or generation.reused
-                self.metrics.prompt_reuse(generation.length, generation.reused)
-            return None
+            self._prefilled(run, generation, item, now)
+            return
         if isinstance(item, Exception):
-            del self._runs[generation]
-            self._lose(run, item)
-            return None
-        self.metrics.token(job, now)
+            self._lose(job, item)
+            return
+        self.metrics.token(job, run.last_token or run.prefilled, now)
+        run.last_token = now
         job.generated += 1
         job.timing.first_token = job.timing.first_token or now
         job.timing.last_token = now
-        if item.finish_reason is None:
-            self._tell(job.deliver, item)
-            return None
-        del self._runs[generation]
-        if run.left:
-            self._tell(job.deliver, item)
-            return run
-        self._finish(job, item)
-        return None
+        if item.finish_reason is not None:
+            del self._runs[generation]
+        if job in self._taken_up():
+            self._tell(job.deliver, ChoiceStep(run.index, item))
+        else:
+            self._finish(job, ChoiceStep(run.index, item))
 
-    def _lose(self, run: Run, error: Exception) -> None:
-        """Ends a job that has failed alone."""
+    def _prefilled(self, run: Run, generation: Generation, item: PrefillProgress, now: float) -> None:
+        """Notes how far a prompt has been taken in."""
+        if run.index == 0:
+            run.job.timing.prefilled = now
+        if item.done == item.total:
+            run.prefilled = now
+            run.job.reused_tokens = run.job.reused_tokens or generation.reused
+            self.metrics.prompt_reuse(generation.length, generation.reused)
+
+    def _lose(self, job: Job, error: Exception) -> None:
+        """Ends a job that has failed alone, with all its choices."""
+        self._drop(job)
         if isinstance(error, KestrelError):
-            self._finish(run.job, Failure(bad_request(str(error))))
+            self._finish(job, Failure(bad_request(str(error))))
             return
-        log.error("request %s failed", run.job.id, exc_info=error)
-        self._finish(run.job, Failure(ENGINE_FAILED))
+        log.error("request %s failed", job.id, exc_info=error)
+        self._finish(job, Failure(ENGINE_FAILED))
 
     def _lose_batch(self) -> None:
         """Ends all jobs in the batch, whose arrays cannot be used any more."""
-        for run in self._runs.values():
-            self._finish(run.job, Failure(ENGINE_FAILED))
+        for job in self._taken_up():
+            self._finish(job, Failure(ENGINE_FAILED))
         self._runs.clear()
+        self._left.clear()
         self.batch.abandon()

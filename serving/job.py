@@ -38,6 +38,14 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class ChoiceStep:
+    """One token of choice number `index`."""
+
+    index: int
+    step: Step
+
+
+@dataclass(frozen=True)
 class Failure:
     """The request ends with this error."""
 
@@ -48,7 +56,7 @@ class Job:
     """A request from its admission to its end. Its events go to a queue of its own, read by its own handler only.
 
     `generated` counts the tokens of all its `choices`, `reused_tokens` those of its prompt that were in the cache.
-    `finish_reason` (of the last one) or `failure` is set once the request has ended, unless its client left.
+    `finish_reason` (of the one that ended last) or `failure` is set once the request has ended, unless its client left.
     """
 
     def __init__(self, owner: str = "") -> None:
@@ -67,7 +75,7 @@ class Job:
         self.work: tuple[Work, ...] | None = None
         self._finished_choices = 0
         self._cancelled = threading.Event()
-        self._events: asyncio.Queue[Step | Failure] = asyncio.Queue()
+        self._events: asyncio.Queue[ChoiceStep | Failure] = asyncio.Queue()
 
     @property
     def cancelled(self) -> bool:
@@ -84,17 +92,17 @@ class Job:
         self._cancelled.set()
         self.work = None  # it may hold pictures, and the job may stay queued for long
 
-    def deliver(self, event: Step | Failure) -> None:
+    def deliver(self, event: ChoiceStep | Failure) -> None:
         """Hands an event to the handler; on the event loop only."""
         if not self.ended:
             if isinstance(event, Failure):
                 self.failure = event.error
-            elif event.finish_reason is not None:
+            elif event.step.finish_reason is not None:
                 self._finished_choices += 1
-                self.finish_reason = event.finish_reason if self._finished_choices == self.choices else None
+                self.finish_reason = event.step.finish_reason if self._finished_choices == self.choices else None
         self._events.put_nowait(event)
 
-    async def events(self, silence: float | None = None) -> AsyncIterator[Step | None]:
+    async def events(self, silence: float | None = None) -> AsyncIterator[ChoiceStep | None]:
         """The steps of all choices as they come, up to the last; None after every `silence` seconds without one.
 
         Raises:
@@ -111,6 +119,6 @@ class Job:
             if isinstance(event, Failure):
                 raise event.error
             yield event
-            left -= event.finish_reason is not None
+            left -= event.step.finish_reason is not None
             if not left:
                 return

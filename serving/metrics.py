@@ -122,12 +122,12 @@ class Metrics:
         self._prefix_queries.inc(tokens)
         self._prefix_hits.inc(reused)
 
-    def token(self, job: Job, now: float) -> None:
-        """Counts a token generated at `now` (seconds, monotonic); the job's timing still tells of the one before."""
+    def token(self, job: Job, before: float, now: float) -> None:
+        """Counts a token generated at `now` (seconds, monotonic), in an answer whose token before it came at `before`,
+        or its prompt's end; the job's timing does not yet tell of it."""
         self._generated.inc()
         if job.timing.first_token:
-            # The prompt of a request's second choice is computed after the last token of the first.
-            self._inter_token.observe(now - max(job.timing.last_token, job.timing.prefilled))
+            self._inter_token.observe(now - before)
         else:
             self._prompt_tokens.inc(job.prompt_tokens)
             self._first_token.observe(now - job.timing.admitted)

@@ -34,18 +34,13 @@ OPENAI = Wire(sse.event, lambda error: error.body, sse.DONE)
 async def choice_steps(
     job: Job, choices: Sequence[Choice], silence: float | None = None
 ) -> AsyncIterator[tuple[Choice, Step | None]]:
-    """The steps with the choice that each belongs to: choices come one after the other. None after every `silence`
-    seconds without a step.
+    """The steps with the choice that each belongs to. None after every `silence` seconds without a step.
 
     Raises:
         ApiError: the request failed.
     """
-    left = iter(choices)
-    choice = next(left)
-    async for step in job.events(silence):
-        yield choice, step
-        if step is not None and step.finish_reason is not None:
-            choice = next(left, choice)
+    async for event in job.events(silence):
+        yield (choices[0], None) if event is None else (choices[event.index], event.step)
 
 
 async def event_stream(
