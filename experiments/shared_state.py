@@ -27,7 +27,6 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.engines import KERNELS, EngineSteps
@@ -235,8 +234,8 @@ def shown(text: str) -> str:
 
 
 def plot(samples: Sequence[Sample], options: argparse.Namespace) -> Figure:
-    """What the answers consist of, by what is shared; and what the clients of one pair were sent."""
-    figure, (bars, texts) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained", width_ratios=(5, 6))
+    """What the answers consist of, by what is shared; and what the clients of two pairs were sent."""
+    figure, (bars, texts) = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained", width_ratios=(5, 6))
     for number, (name, label) in enumerate(
         (("before", "as serialized, up to the first difference"), ("foreign", "the other request's"), ("rest", "rest"))
     ):
@@ -248,26 +247,31 @@ def plot(samples: Sequence[Sample], options: argparse.Namespace) -> Figure:
     names = [f"{shared}\n(documented: mixed)" if shared == EVERYTHING else shared for shared in SHARED]
     bars.set_yticks(range(len(SHARED)), names, fontsize=8)
     bars.invert_yaxis()
-    bars.set(xlabel="share of the tokens sent", xlim=(0, 1.05), title="shared")
+    bars.set(xlabel="share of the tokens sent", xlim=(0, 1.05), title="what two requests share")
     bars.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
-    plot_texts(texts, of(samples, pair=0))
+    texts.axis("off")
+    texts.text(0, 1, "\n".join(told(samples)), va="top", family="monospace", fontsize=7, transform=texts.transAxes)
     return figure
 
 
-def plot_texts(axes: Axes, samples: Sequence[Sample]) -> None:
-    """The questions of a pair, and what each client was sent."""
-    axes.axis("off")
-    first, second = samples[0]["questions"]
-    lines = [f"A: {first}", f"B: {second}", ""]
-    for sample in samples:
-        lines.append(sample["cell"]["shared"])
-        lines += [f"  {name}: {cut(' '.join(text.split()))}" for name, text in zip("AB", sample["texts"], strict=True)]
-    axes.text(0, 1, "\n".join(lines), va="top", family="monospace", fontsize=7, transform=axes.transAxes, wrap=False)
+def told(samples: Sequence[Sample]) -> list[str]:
+    """The questions of the first two pairs, and what each client was sent, in lines."""
+    lines = []
+    for pair in range(2):
+        found = of(samples, pair=pair)
+        lines += [
+            f"{name}: {text}" for sample in found[:1] for name, text in zip("AB", sample["questions"], strict=True)
+        ]
+        for sample in found:
+            lines.append(f"  {sample['cell']['shared']}")
+            lines += [f"    {name}: {cut(text)}" for name, text in zip("AB", sample["texts"], strict=True)]
+    return lines
 
 
-def cut(text: str, most: int = 78) -> str:
-    """The beginning of a text."""
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+def cut(text: str, most: int = 72) -> str:
+    """The beginning of a text, in one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
 def share(samples: Sequence[Sample], shared: str, *names: str) -> float:

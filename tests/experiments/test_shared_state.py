@@ -85,7 +85,7 @@ def test_table_and_plot_show_what_was_sent():
     assert f"| {EVERYTHING} | `10 21 3 99` | `20 21` |" in text
     bars, texts = shared_state.plot(SAMPLES, options).axes
     assert len(bars.get_yticklabels()) == len(SHARED)
-    assert "  A: 10 21 3 99" in texts.texts[0].get_text()
+    assert "    A: 10 21 3 99" in texts.texts[0].get_text()
 
 
 @pytest.fixture(scope="module")
