@@ -53,6 +53,8 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
         record = request_log.begin(request.method, request.path)
 
         def end(task: asyncio.Task[None]) -> None:
+            for job in record.jobs:
+                job.cancel()  # first, since to write the line takes time, in which tokens would be computed for nobody
             outcome = request_log.end(record, task)
             if outcome != "finished" and not record.quiet and not record.completed:
                 engine.metrics.unfinished(outcome)
