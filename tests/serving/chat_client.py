@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import socket
 from typing import Any
@@ -14,6 +15,11 @@ COMPLETIONS = "/v1/chat/completions"
 def body(text: str, **fields: Any) -> dict[str, Any]:
     """A request with one user turn."""
     return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+def data_url(data: bytes, kind: str = "image/png") -> str:
+    """A file as pictures come."""
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def raw_request(text: str, **fields: Any) -> bytes:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +79,11 @@ async def scripted_server(
             model.gate.set()
             engine.stop()
             await listener.close(0.2)
+
+
+def scripted(answer: str, **options) -> AbstractAsyncContextManager[Server]:
+    """A server whose model always answers the same."""
+    return scripted_server(ScriptedModel(answer=lambda _: answer, **options))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import tomllib
 
 import httpx
@@ -56,14 +57,17 @@ async def test_status_tells_what_the_server_is_and_does(server):
     assert (await status(server))["uptime_s"] >= told["uptime_s"] >= 0
 
 
-async def test_status_of_a_server_that_loads_and_of_one_that_has_failed(monkeypatch):
-    async with scripted_server(ScriptedModel(faults={1: Crash("the disk is gone")})) as server:
+async def test_status_of_a_server_that_loads_and_of_one_that_has_failed():
+    go, model = threading.Event(), ScriptedModel(faults={1: Crash("the disk is gone")})
+    async with scripted_server(model, load=lambda: go.wait(20) and model) as server:
+        told = await status(server)
+        assert (told["status"], told["problem"], told["kernels"]) == ("loading", None, None)
+        go.set()
+        await server.until(lambda: server.engine.state == "ok")
         await ask(server, "hello")
         await server.until(lambda: server.engine.state == "error")
         told = await status(server)
         assert (told["status"], told["problem"]) == ("error", "Crash: the disk is gone")
-        server.engine.model = None
-        assert (await status(server))["kernels"] is None
 
 
 async def test_the_key_is_needed_and_hidden():

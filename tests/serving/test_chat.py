@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import pytest
 
@@ -61,18 +62,18 @@ async def test_the_role_comes_before_any_work(server):
         server.model.gate.set()
 
 
-@pytest.mark.parametrize("asked", [["include_usage"], ["include_metrics"], ["include_tokens"], ["include_usage"] * 2])
+@pytest.mark.parametrize("asked", ["include_usage", "include_metrics", "include_tokens"])
 async def test_frames_on_request(server, asked):
     """Each alone is the last before `[DONE]`."""
-    *chunks, last = await streamed(server, "abc", stream_options=dict.fromkeys(asked, True))
+    *chunks, last = await streamed(server, "abc", stream_options={asked: True})
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-    if asked[0] == "include_usage":
+    if asked == "include_usage":
         assert last["object"] == "chat.completion.chunk"
         assert last["choices"] == []
         assert last["usage"]["completion_tokens"] == 4
         assert all(chunk["usage"] is None for chunk in chunks)
     else:
-        assert last["object"] == f"chat.completion.{asked[0].removeprefix('include_')}"
+        assert last["object"] == f"chat.completion.{asked.removeprefix('include_')}"
         assert "choices" not in last
 
 
@@ -104,10 +105,12 @@ async def test_time_in_the_queue_is_not_in_the_metrics(server):
     await server.held()
     second = asyncio.create_task(whole(server, "b", stream_options={"include_metrics": True}))
     await server.until(lambda: server.engine.queued == 1)
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.1)
+    opened = time.monotonic()
     server.model.gate.set()
     await first
-    assert (await second)["metrics"]["total_ms"] < 500
+    metrics = (await second)["metrics"]
+    assert metrics["total_ms"] <= round(1e3 * (time.monotonic() - opened), 1)
 
 
 async def test_a_whole_answer(server):
@@ -138,7 +141,6 @@ async def test_characters_of_several_tokens_come_whole(server):
     pieces = [frame["choices"][0]["delta"]["content"] for frame in content]
     assert "".join(pieces) == EMOJI == (await whole(server, EMOJI))["choices"][0]["message"]["content"]
     assert all(pieces)
-    assert "\ufffd" not in EMOJI
 
 
 async def test_a_broken_last_character_becomes_one_mark():

@@ -8,9 +8,9 @@ import pytest
 
 from serving import media
 
-from .chat_client import COMPLETIONS, frames
+from .chat_client import COMPLETIONS, data_url, frames
 from .conftest import Server
-from .test_media import data_url, filmed, png, refused, video
+from .test_media import filmed, png, refused, video
 
 TURNS = [
     ("system", "be brief"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import io
 import json
 from typing import Annotated, Literal
@@ -16,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from models.model import PRETRAINED
 from models.tokenizer import Tokenizer
+
+from .chat_client import COMPLETIONS, data_url, frames
 
 COUNTING = "从1数到20"
 
@@ -30,17 +31,17 @@ def picture() -> Image.Image:
     return image
 
 
-def data_url(image: Image.Image) -> str:
+def url_of(image: Image.Image) -> str:
     file = io.BytesIO()
     image.save(file, "PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return data_url(file.getvalue())
 
 
 def about(image: Image.Image, question: str) -> dict:
     return {
         "role": "user",
         "content": [
-            {"type": "image_url", "image_url": {"url": data_url(image)}},
+            {"type": "image_url", "image_url": {"url": url_of(image)}},
             {"type": "text", "text": question},
         ],
     }
@@ -146,16 +147,11 @@ def test_the_frames_of_a_stream(tiny_url):
         "max_tokens": 30,
         "stream_options": {"include_usage": True, "include_metrics": True, "include_tokens": True},
     }
-    response = httpx.post(f"{tiny_url}/v1/chat/completions", json=body, timeout=30)
+    response = httpx.post(f"{tiny_url}{COMPLETIONS}", json=body, timeout=30)
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.headers["x-accel-buffering"] == "no"
     assert response.headers["cache-control"] == "no-cache"
-    events = response.text.split("\n\n")
-    assert events.pop() == ""
-    assert all(event.startswith("data: ") and "\n" not in event for event in events)
-    assert events.pop() == "data: [DONE]"
-    frames = [json.loads(event.removeprefix("data: ")) for event in events]
-    role, *content, finish, metrics, tokens, usage = frames
+    role, *content, finish, metrics, tokens, usage = frames(response.text)
     assert role["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert all(frame["choices"][0]["delta"]["content"] for frame in content)
     assert finish["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}
@@ -274,9 +270,9 @@ def test_health_and_models(tiny_url):
 
 def test_a_short_video(client):
     """tiny-vl has not learned videos: its prompt has them, as groups of frames with their times, and it answers."""
-    frames = [data_url(picture().rotate(10 * turn)) for turn in range(3)]
+    filmed = [url_of(picture().rotate(10 * turn)) for turn in range(3)]
     question = {"type": "text", "text": "What is in this picture?"}
-    parts = [{"type": "video_frames", "video_frames": frames, "fps": 1}, question]
+    parts = [{"type": "video_frames", "video_frames": filmed, "fps": 1}, question]
     answer = client.chat.completions.create(
         model="tiny-vl",
         messages=[{"role": "user", "content": parts}],

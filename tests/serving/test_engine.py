@@ -8,6 +8,8 @@ import threading
 
 import pytest
 
+from serving.job import Job
+
 from .chat_client import COMPLETIONS, ask, body, frames, text_of
 from .conftest import Server, scripted_server
 from .scripted_model import ScriptedModel
@@ -167,10 +169,15 @@ async def test_silence_is_filled_with_comments():
         assert text_of(frames(stream)) == "b"
 
 
-async def test_without_pings_silence_is_silence():
-    async with scripted_server(ScriptedModel(pace=0.1), ping_seconds=0) as server:
-        response = await server.client.post(COMPLETIONS, json=body("a", stream=True))
-        assert all(line.startswith("data: ") for line in response.text.split("\n\n") if line)
+@pytest.mark.parametrize(("ping_seconds", "awaited"), [(0, None), (15, 15)])
+async def test_without_pings_silence_is_silence(monkeypatch, ping_seconds, awaited):
+    """Nothing waits for it to pass."""
+    silences = []
+    events = Job.events
+    monkeypatch.setattr(Job, "events", lambda job, silence: silences.append(silence) or events(job, silence))
+    async with scripted_server(ping_seconds=ping_seconds) as server:
+        assert await ask(server, "a") == "a"
+    assert silences == [awaited]
 
 
 async def test_a_stream_outlives_quarts_own_limit():
@@ -248,14 +255,6 @@ async def test_a_step_of_the_batch_that_fails_ends_what_is_in_it(server, monkeyp
     assert (await running).endswith("[the engine failed on this request]")
     assert await ask(server, "second") == "second"
     assert "the cache is gone" in caplog.text
-
-
-async def test_choices_of_a_request_run_one_after_the_other_in_a_batch():
-    async with scripted_server(batch_max=3) as server:
-        response = await server.client.post(COMPLETIONS, json=body("abc", n=3))
-        assert [choice["message"]["content"] for choice in response.json()["choices"]] == ["abc"] * 3
-        usage = response.json()["usage"]
-        assert usage["completion_tokens"] == 3 * 4
 
 
 async def test_usage_tells_what_was_in_the_cache(server):

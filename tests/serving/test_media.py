@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import base64
+import hashlib
 import io
 import re
 import struct
@@ -18,7 +18,7 @@ from models import images
 from models import video as video_module
 from serving import media
 
-from .chat_client import COMPLETIONS, frames, text_of
+from .chat_client import COMPLETIONS, data_url, frames, text_of
 from .conftest import Server, scripted_server
 from .scripted_model import ScriptedModel
 
@@ -30,10 +30,6 @@ def png(width: int = 64, height: int = 64, **options) -> bytes:
     file = io.BytesIO()
     Image.new(options.pop("mode", "RGB"), (width, height), options.pop("colour", "red")).save(file, "PNG", **options)
     return file.getvalue()
-
-
-def data_url(data: bytes, kind: str = "image/png") -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def about(*urls: str, **fields) -> dict:
@@ -235,6 +231,21 @@ async def test_decoding_does_not_hold_the_event_loop(server, monkeypatch):
     assert (await server.client.get("/health")).json()["queued"] == 1
     answered.set()
     assert (await slow).status_code == 200
+
+
+async def test_what_a_picture_is_known_by_is_computed_before_the_engine_takes_it(server, monkeypatch):
+    threads = []
+    sha256 = hashlib.sha256
+
+    def noting(*arguments):
+        threads.append(threading.current_thread().name)
+        return sha256(*arguments)
+
+    monkeypatch.setattr(images.hashlib, "sha256", noting)
+    picture = {"type": "image_url", "image_url": {"url": data_url(png())}}
+    response = await server.client.post(COMPLETIONS, json=filmed(picture, video(3)))
+    assert response.status_code == 200
+    assert [name.partition("_")[0] for name in threads] == ["prepare"] * 2
 
 
 VIDEO = "messages.0.content.0.video_frames"

@@ -10,7 +10,7 @@ import pytest
 from models.chat_template import ChatTemplate
 
 from .chat_client import COMPLETIONS, body, frames
-from .conftest import Server, scripted_server
+from .conftest import Server, scripted, scripted_server
 from .scripted_model import ScriptedModel
 
 NOW = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
@@ -20,11 +20,6 @@ TRICKY = {"at": '"</tool_call>" {é😀', "deep": [{"x": None}]}
 TRICKY_TEXT = json.dumps(TRICKY, ensure_ascii=False)
 LOOK_CALL = f'<tool_call>\n{{"name": "look", "arguments": {TRICKY_TEXT}}}\n</tool_call>'
 NOW_CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-
-
-def scripted(answer: str, **options):
-    """A server whose model always answers the same."""
-    return scripted_server(ScriptedModel(answer=lambda _: answer, **options))
 
 
 async def both(server: Server, **fields) -> list[tuple[dict, str]]:
