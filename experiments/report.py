@@ -66,7 +66,7 @@ QUICK: Mapping[str, Sequence[str]] = {
     "prefill_width": ("--prompts", "2"),
     "scaling_model": ("--repeats", "3"),
     "flush_ablation": ("--pace", "20", "--repeats", "2"),
-    "backlog": ("--clients", "48", "--tokens", "60", "--repeats", "1"),
+    "backlog": ("--clients", "48", "--tokens", "120", "--repeats", "1"),
     "shared_state": ("--pairs", "5"),
     "ablation": ("--model", "tiny-vl", "--conversations", "4"),
     "kv_precision": ("--model", "tiny-vl", "--passages", "2", "--context", "256", "2048", "--repeats", "1"),
