@@ -4,7 +4,6 @@ byte what each says alone."""
 from __future__ import annotations
 
 import asyncio
-import base64
 import io
 import random
 from collections.abc import Iterator
@@ -13,9 +12,10 @@ import httpx
 import pytest
 
 from experiments.server_process import running_server
+from serving.generation_request import SEED_STEP
 from tests.models.test_batch import QUESTIONS, picture
 
-from .chat_client import COMPLETIONS, frames
+from .chat_client import COMPLETIONS, data_url, frames
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +30,7 @@ def url(tmp_path_factory) -> Iterator[str]:
 def shown(seed: int) -> dict:
     file = io.BytesIO()
     picture(seed).save(file, "PNG")
-    return {
-        "type": "image_url",
-        "image_url": {"url": "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()},
-    }
+    return {"type": "image_url", "image_url": {"url": data_url(file.getvalue())}}
 
 
 def mixed_bodies(count: int) -> list[dict]:
@@ -95,3 +92,21 @@ async def test_32_mixed_requests_say_what_each_says_alone(url):
                 break
             await asyncio.sleep(0.05)
         assert (health["active"], health["queued"], health["busy"]) == (0, 0, False)
+
+
+async def whole(client: httpx.AsyncClient, request: dict) -> list[dict]:
+    """The choices of a whole answer, with all that is told of their tokens."""
+    answer = await client.post(COMPLETIONS, json=request | {"logprobs": True, "top_logprobs": 3})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"]
+
+
+async def test_choices_say_what_each_says_alone(url):
+    """They share the prompt that the first of them computes, and each has the seed that follows from its number."""
+    question = {"messages": [{"role": "user", "content": QUESTIONS[0] * 4}], "temperature": 2, "max_tokens": 20}
+    seeds = [(7 + index * SEED_STEP + 2**63) % 2**64 - 2**63 for index in range(8)]
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        alone = [await whole(client, question | {"seed": seed}) for seed in seeds]
+        together = await whole(client, question | {"seed": 7, "n": 8})
+    assert together == [choice | {"index": index} for index, [choice] in enumerate(alone)]
+    assert len({choice["message"]["content"] for choice in together}) > 4
