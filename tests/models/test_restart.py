@@ -15,7 +15,8 @@ from .test_disk_cache import block_files, flip_a_bit
 
 SYSTEM = {"role": "system", "content": "You are a small model. " * 12}
 FIRST = [SYSTEM, user("What is in this picture?", picture(1))]
-ALONE = BatchLimits(prefill_budget=64, reuse=False)
+SLOTS = 5  # the same for all batches, which need not be compiled anew then
+ALONE = BatchLimits(slots=SLOTS, prefill_budget=64, reuse=False)
 
 
 @pytest.fixture(scope="module", params=[None, "q4"])
@@ -24,7 +25,7 @@ def model(request) -> LoadedModel:
 
 
 def limits(folder: Path | None, **others: int) -> BatchLimits:
-    return BatchLimits(**{"slots": 3, "prefill_budget": 64, "disk_folder": folder, "disk_bytes": 2**28} | others)
+    return BatchLimits(**{"slots": SLOTS, "prefill_budget": 64, "disk_folder": folder, "disk_bytes": 2**28} | others)
 
 
 def second_turn(model: LoadedModel, folder: Path | None, owner: str = "") -> tuple[list[dict], Batch]:
@@ -63,6 +64,7 @@ def test_the_second_turn_after_a_restart_computes_only_what_is_new(model, tmp_pa
     assert after.disk.hits == 1
 
 
+@pytest.mark.parametrize("model", ["q4"], indirect=True)
 def test_other_weights_do_not_see_it(model, tmp_path):
     turns, before = second_turn(model, tmp_path)
     before.close()
@@ -92,7 +94,7 @@ def model_keys(model: LoadedModel, turns: list[dict]) -> object:
 def test_requests_that_come_together_after_a_restart_say_what_they_say_alone(model, tmp_path):
     values = mixed_requests(model, 12, pictures=True)
     alone = [run(model.batch(ALONE), [request_of(model, one)])[0] for one in values]
-    several = limits(tmp_path, rows=4, slots=5, image_cache_bytes=2**20)
+    several = limits(tmp_path, rows=4, image_cache_bytes=2**20)
     for restarts in range(2):
         batch = model.batch(several)
         assert run(batch, [request_of(model, one) for one in values]) == alone
