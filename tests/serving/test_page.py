@@ -99,8 +99,9 @@ def png(width: int, height: int) -> dict:
 def sizes(messages) -> str:
     """What a scripted model sees: the sizes of the last turn's pictures."""
     content = messages[-1]["content"]
-    parts = [part["image"].size for part in content if part["type"] == "image"] if isinstance(content, list) else []
-    return ", ".join(f"{width}x{height}" for width, height in parts) or "no picture"
+    pictures = [part for part in content if part["type"] == "image"] if isinstance(content, list) else []
+    seen = [part["load"]()["image"].size for part in pictures]
+    return ", ".join(f"{width}x{height}" for width, height in seen) or "no picture"
 
 
 async def test_a_conversation(tab):
