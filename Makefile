@@ -27,7 +27,7 @@ serve: $(READY)
 test: $(READY)
 	$(RUN) -m pytest $(ARGS)
 
-# For correctness on the other architecture, in emulation where this machine is not one; takes more than an hour.
+# For correctness on the other architecture, in emulation where this machine is not one.
 test-aarch64: $(READY)
 	tests/aarch64 $(if $(ARGS),-- $(ARGS))
 
