@@ -237,28 +237,29 @@ def test_lengths_at_the_end_of_the_context(model):
         assert steps == list(model.generate(prompt, ignore_eos=True, **values))
 
 
-REPETITIVE = ("复述：北京 上海 北京 上海 北京 上海", "Repeat after me: window guitar HV7M happy lemon river", "Hello!")
+REPETITIVE = ("复述：北京 上海 北京 上海 北京 上海", "复述：苹果 香蕉 苹果 香蕉 苹果 香蕉 苹果 香蕉", "Hello!")
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_drafted_tokens_change_nothing_but_the_number_of_steps(model, rows):
     prompts = [model.prompt([user(text)]) for text in REPETITIVE]
-    greedy = [model.request(prompt, max_tokens=60, sampling=SamplingParams(top_logprobs=2)) for prompt in prompts]
-    alone = [run(model.batch(), [request])[0] for request in greedy]
-    batch = model.batch(BatchLimits(rows=rows, slots=rows, draft=4))
-    decoded = 0
+
+    def requests() -> list[Request]:
+        return [model.request(prompt, max_tokens=60, sampling=SamplingParams(top_logprobs=2)) for prompt in prompts]
+
+    alone = [run(model.batch(), [request])[0] for request in requests()]
+    decoded = []
 
     def decode(*arguments: object) -> object:
-        nonlocal decoded
-        decoded += 1
+        decoded[-1] += 1
         return type(model.inference).decode(model.inference, *arguments)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(model.inference, "decode", decode)
-        fresh = [model.request(prompt, max_tokens=60, sampling=SamplingParams(top_logprobs=2)) for prompt in prompts]
-        assert run(batch, fresh) == alone
-    steps = sum(len(said) for said in alone) if rows == 1 else max(len(said) for said in alone)
-    assert decoded < (0.9 if rows == 1 else 1.0) * steps
+        for draft in (0, 4):
+            decoded.append(0)
+            assert run(model.batch(BatchLimits(rows=rows, slots=rows, draft=draft)), requests()) == alone
+    assert decoded[1] < decoded[0]
 
 
 def test_only_plain_greedy_requests_draft(model):
