@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -101,14 +102,24 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Runs what is to be measured, each experiment into its own folder."""
+    """Runs what is to be measured, each experiment into its own folder. What was done when a run was stopped is noted
+    in `unfinished.json`, and not measured again by the next."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    note = options.out / "unfinished.json"
+    done = json.loads(note.read_text()) if note.is_file() else []
     names = options.only or [name for name in EXPERIMENTS if not options.url or name in CLIENTS]
     for number, name in enumerate(names, 1):
+        if name in done:
+            continue
         print(f"{number} of {len(names)}: {name}", flush=True)
         arguments = list(QUICK[name]) if options.quick else []
         arguments += ["--model", options.model] if options.model and name not in SMALL else []
         arguments += ["--url", options.url] if options.url and name in CLIENTS else []
-        EXPERIMENTS[name].run([*arguments, "--out", str(options.out / name)])
+        arguments += ["--out", os.path.relpath(options.out / name)] if options.out != ROOT / "results" else []
+        EXPERIMENTS[name].run(arguments)
+        done.append(name)
+        note.write_text(json.dumps(done))
+    note.unlink(missing_ok=True)
 
 
 def found_in(folder: Path) -> dict[str, dict[str, Any]]:

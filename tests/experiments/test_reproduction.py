@@ -177,6 +177,33 @@ def test_every_experiment_can_be_run_quickly():
         assert len({figure.what for figure in experiment.figures}) == len(experiment.figures)
 
 
+class Told:
+    """An experiment that notes how it is run, and stops the first time it is asked for the second."""
+
+    def __init__(self, name: str, runs: list) -> None:
+        self.name = name
+        self.runs = runs
+
+    def run(self, arguments: list[str]) -> None:
+        self.runs.append((self.name, arguments))
+        if self.name == "second" and len(self.runs) == 2:
+            raise KeyboardInterrupt
+
+
+def test_a_report_that_was_stopped_goes_on_with_what_is_missing(tmp_path, monkeypatch):
+    runs = []
+    monkeypatch.setattr(report, "EXPERIMENTS", {name: Told(name, runs) for name in ("first", "second", "third")})
+    options = report.options_of(["--out", str(tmp_path), "--model", "folder"])
+    with pytest.raises(KeyboardInterrupt):
+        report.measure(options)
+    report.measure(options)
+    assert [name for name, _ in runs] == ["first", "second", "second", "third"]
+    assert runs[0][1][:2] == ["--model", "folder"]
+    assert not list(tmp_path.iterdir())
+    report.measure(options)
+    assert [name for name, _ in runs[4:]] == ["first", "second", "third"]
+
+
 def test_the_table_of_the_readme_is_that_of_the_results():
     readme = (ROOT / "README.md").read_text()
     assert report.with_table(readme, report.readme_table(report.found_in(ROOT / "results"))) == readme
