@@ -111,8 +111,8 @@ def test_chunks_change_nothing_but_where_kernels_are_picked_by_width(steps, monk
 def test_a_flip_beyond_twice_the_difference_is_an_exception():
     noted = Differences()
     none = np.zeros((0, 0))
-    noted.add(np.array([1.0, 0.9, 0]), np.array([1.0, 1.05, 0]), none[0], none, none)
-    noted.add(np.array([1.0, 0.5, 0]), np.array([1.0, 0.5, 0.1]), none[0], none, none)
+    noted.add(np.array([1.0, 0.9, 0]), np.array([1.0, 1.05, 0]), np.zeros(0), none, none)
+    noted.add(np.array([1.0, 0.5, 0]), np.array([1.0, 0.5, 0.1]), np.zeros(0), none, none)
     sample = {"cell": {"engine": "any"}} | noted.sample()
     assert sample["margins"] == [0.1, 0.5]
     assert sample["differences"] == [0.15, 0.1]
