@@ -271,7 +271,10 @@ def plot_engine(axis: Axes, samples: Sequence[Sample]) -> None:
     """One engine's steps; those without any difference cannot be drawn."""
     margins, differences, found = joined(samples, "margins"), joined(samples, "differences"), flips(samples)
     drawn = np.flatnonzero((differences > 0) & (margins > 0))[:: max(1, len(margins) // 20000)]
-    axis.plot(margins[drawn], differences[drawn], ".", ms=1.5, color=COLOURS[0], alpha=0.4, label="steps")
+    # As a picture within the SVG: tens of thousands of marks of their own would take megabytes.
+    axis.plot(
+        margins[drawn], differences[drawn], ".", ms=1.5, color=COLOURS[0], alpha=0.4, label="steps", rasterized=True
+    )
     axis.plot(found[:, 0], found[:, 1], "x", ms=6, color=COLOURS[1], label="the token flips")
     if len(drawn):
         line = np.array([margins[drawn].min(), margins[drawn].max()])
