@@ -351,17 +351,7 @@ FIGURES = (
     ),
 )
 
-EXPERIMENT = Experiment(
-    "ablation",
-    __doc__,
-    add_options,
-    {"model": ["tiny-vl"], "conversations": 4},
-    cells,
-    session,
-    table,
-    plot,
-    FIGURES,
-)
+EXPERIMENT = Experiment.of_module(sys.modules[__name__], {"model": ["tiny-vl"], "conversations": 4})
 
 if __name__ == "__main__":
     EXPERIMENT.run(sys.argv[1:])

@@ -491,17 +491,7 @@ FIGURES = (
     ),
 )
 
-EXPERIMENT = Experiment(
-    "backlog",
-    __doc__,
-    add_options,
-    {"connects": 60, "clients": [48], "tokens": 60, "repeats": 1},
-    cells,
-    session,
-    table,
-    plot,
-    FIGURES,
-)
+EXPERIMENT = Experiment.of_module(sys.modules[__name__], {"connects": 60, "clients": [48], "tokens": 60, "repeats": 1})
 
 if __name__ == "__main__":
     EXPERIMENT.run(sys.argv[1:])

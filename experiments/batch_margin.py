@@ -363,17 +363,7 @@ FIGURES = (
     ),
 )
 
-EXPERIMENT = Experiment(
-    "batch_margin",
-    __doc__,
-    add_options,
-    {"groups": 2, "prompts": 1},
-    cells,
-    session,
-    table,
-    plot,
-    FIGURES,
-)
+EXPERIMENT = Experiment.of_module(sys.modules[__name__], {"groups": 2, "prompts": 1})
 
 if __name__ == "__main__":
     EXPERIMENT.run(sys.argv[1:])

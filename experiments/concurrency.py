@@ -255,17 +255,7 @@ FIGURES = (
     ),
 )
 
-EXPERIMENT = Experiment(
-    "concurrency",
-    __doc__,
-    add_options,
-    {"model": "tiny-vl", "answers": [8, 24], "repeats": 2},
-    cells,
-    session,
-    table,
-    plot,
-    FIGURES,
-)
+EXPERIMENT = Experiment.of_module(sys.modules[__name__], {"model": "tiny-vl", "answers": [8, 24], "repeats": 2})
 
 if __name__ == "__main__":
     EXPERIMENT.run(sys.argv[1:])

@@ -190,16 +190,8 @@ FIGURES = (
     ),
 )
 
-EXPERIMENT = Experiment(
-    "context_growth",
-    __doc__,
-    add_options,
-    {"model": "tiny-vl", "context": [64, 256], "prompt": [64, 256], "steps": 4, "repeats": 2},
-    cells,
-    session,
-    table,
-    plot,
-    FIGURES,
+EXPERIMENT = Experiment.of_module(
+    sys.modules[__name__], {"model": "tiny-vl", "context": [64, 256], "prompt": [64, 256], "steps": 4, "repeats": 2}
 )
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from types import ModuleType
 from typing import Any, Literal
 
 import matplotlib as mpl
@@ -120,6 +121,22 @@ class Experiment:
     table: Callable[[Sequence[Sample], argparse.Namespace], str]
     plot: Callable[[Sequence[Sample], argparse.Namespace], Figure]
     figures: Sequence[Documented]
+
+    @classmethod
+    def of_module(cls, module: ModuleType, quick: Mapping[str, Any]) -> Experiment:
+        """The experiment that a module is: named as its file, told by its docstring, made of its functions
+        `add_options`, `cells`, `session`, `table` and `plot`, and of its `FIGURES`."""
+        return cls(
+            Path(module.__file__).stem,
+            module.__doc__,
+            module.add_options,
+            quick,
+            module.cells,
+            module.session,
+            module.table,
+            module.plot,
+            module.FIGURES,
+        )
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """The options of a command line."""

@@ -313,17 +313,7 @@ FIGURES = (
     ),
 )
 
-EXPERIMENT = Experiment(
-    "flush_ablation",
-    __doc__,
-    add_options,
-    {"pace": 20.0, "repeats": 1},
-    cells,
-    session,
-    table,
-    plot,
-    FIGURES,
-)
+EXPERIMENT = Experiment.of_module(sys.modules[__name__], {"pace": 20.0, "repeats": 1})
 
 if __name__ == "__main__":
     EXPERIMENT.run(sys.argv[1:])

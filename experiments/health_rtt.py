@@ -207,17 +207,7 @@ FIGURES = (
     ),
 )
 
-EXPERIMENT = Experiment(
-    "health_rtt",
-    __doc__,
-    add_options,
-    {"model": "tiny-vl", "words": 200, "probes": 40, "repeats": 1},
-    cells,
-    session,
-    table,
-    plot,
-    FIGURES,
-)
+EXPERIMENT = Experiment.of_module(sys.modules[__name__], {"model": "tiny-vl", "words": 200, "probes": 40, "repeats": 1})
 
 if __name__ == "__main__":
     EXPERIMENT.run(sys.argv[1:])

@@ -190,17 +190,7 @@ FIGURES = (
     ),
 )
 
-EXPERIMENT = Experiment(
-    "image_cost",
-    __doc__,
-    add_options,
-    {"model": "tiny-vl", "size": [64, 128], "repeats": 2},
-    cells,
-    session,
-    table,
-    plot,
-    FIGURES,
-)
+EXPERIMENT = Experiment.of_module(sys.modules[__name__], {"model": "tiny-vl", "size": [64, 128], "repeats": 2})
 
 if __name__ == "__main__":
     EXPERIMENT.run(sys.argv[1:])

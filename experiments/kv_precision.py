@@ -307,17 +307,10 @@ FIGURES = (
     ),
 )
 
-EXPERIMENT = Experiment(
-    "kv_precision",
-    __doc__,
-    add_options,
+EXPERIMENT = Experiment.of_module(
+    sys.modules[__name__],
     {"model": ["tiny-vl"], "passages": 2, "lengths": [64, 256], "shape": "tiny-vl", "context": [64, 256]}
     | {"steps": 4, "repeats": 2},
-    cells,
-    session,
-    table,
-    plot,
-    FIGURES,
 )
 
 if __name__ == "__main__":

@@ -189,17 +189,7 @@ FIGURES = (
     ),
 )
 
-EXPERIMENT = Experiment(
-    "prefill_width",
-    __doc__,
-    add_options,
-    {"model": ["tiny-vl"], "prompts": 1},
-    cells,
-    session,
-    table,
-    plot,
-    FIGURES,
-)
+EXPERIMENT = Experiment.of_module(sys.modules[__name__], {"model": ["tiny-vl"], "prompts": 1})
 
 if __name__ == "__main__":
     EXPERIMENT.run(sys.argv[1:])

@@ -385,17 +385,7 @@ FIGURES = (
     ),
 )
 
-EXPERIMENT = Experiment(
-    "scaling_model",
-    __doc__,
-    add_options,
-    {"repeats": 2},
-    cells,
-    session,
-    table,
-    plot,
-    FIGURES,
-)
+EXPERIMENT = Experiment.of_module(sys.modules[__name__], {"repeats": 2})
 
 if __name__ == "__main__":
     EXPERIMENT.run(sys.argv[1:])

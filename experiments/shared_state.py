@@ -352,17 +352,7 @@ FIGURES = (
     ),
 )
 
-EXPERIMENT = Experiment(
-    "shared_state",
-    __doc__,
-    add_options,
-    {"pairs": 2, "tokens": 24},
-    cells,
-    session,
-    table,
-    plot,
-    FIGURES,
-)
+EXPERIMENT = Experiment.of_module(sys.modules[__name__], {"pairs": 2, "tokens": 24})
 
 if __name__ == "__main__":
     EXPERIMENT.run(sys.argv[1:])

@@ -368,16 +368,8 @@ FIGURES = (
     ),
 )
 
-EXPERIMENT = Experiment(
-    "speculation",
-    __doc__,
-    add_options,
-    {"questions": 3, "guesses": [SPEC_K], "shape": "tiny-vl", "tokens": 24, "repeats": 2},
-    cells,
-    session,
-    table,
-    plot,
-    FIGURES,
+EXPERIMENT = Experiment.of_module(
+    sys.modules[__name__], {"questions": 3, "guesses": [SPEC_K], "shape": "tiny-vl", "tokens": 24, "repeats": 2}
 )
 
 if __name__ == "__main__":

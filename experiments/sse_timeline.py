@@ -241,17 +241,7 @@ FIGURES = (
     ),
 )
 
-EXPERIMENT = Experiment(
-    "sse_timeline",
-    __doc__,
-    add_options,
-    {"model": "tiny-vl", "quant": ["q4"], "repeats": 3},
-    cells,
-    session,
-    table,
-    plot,
-    FIGURES,
-)
+EXPERIMENT = Experiment.of_module(sys.modules[__name__], {"model": "tiny-vl", "quant": ["q4"], "repeats": 3})
 
 if __name__ == "__main__":
     EXPERIMENT.run(sys.argv[1:])
