@@ -191,9 +191,9 @@ class Experiment:
         (folder / "table.md").write_text(f"    {command}\n\n{text}")
         print(text)
         mpl.use("Agg")
-        mpl.rcParams["svg.hashsalt"] = self.name
+        mpl.rcParams["svg.hashsalt"] = self.name  # the same samples give the same file
         figure = self.plot(samples, options)
-        figure.savefig(folder / "plot.svg")
+        figure.savefig(folder / "plot.svg", metadata={"Date": None})
         figure.savefig(folder / "plot.png", dpi=110)
         plt.close(figure)
         found = {"experiment": self.name, "command": command, "figures": [each.found(samples) for each in self.figures]}
