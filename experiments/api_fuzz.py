@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import shlex
 import sys
 import tempfile
 from collections import Counter
@@ -29,7 +28,7 @@ from schemathesis.generation import GenerationMode
 from schemathesis.schemas import APIOperation
 from schemathesis.specs.openapi import checks
 
-from experiments.bench import ROOT
+from experiments.bench import ROOT, command_line
 from experiments.environment import write_environment
 from experiments.http_client import fetch
 from experiments.server_process import running_server
@@ -119,7 +118,7 @@ def main(arguments: Sequence[str]) -> None:
         with running_server(["--model", options.model, "--max-context", "512"], log) as server:
             _, document = asyncio.run(fetch(server, "GET", "/openapi.json"))
             statuses = send_requests(document, f"http://{server.host}:{server.port}", options.examples)
-    command = shlex.join([".venv/bin/python", "-m", "experiments.api_fuzz", *arguments])
+    command = command_line("api_fuzz", arguments)
     text = (
         "Every answer had a status, a type and a form that the document has, and none was 500.\n"
         f"`positive` requests are as the document allows them.\n\n{table(statuses)}"

@@ -109,6 +109,11 @@ def take_turns(
                         bar.update()
 
 
+def command_line(name: str, arguments: Sequence[str]) -> str:
+    """The command that runs an experiment."""
+    return shlex.join([".venv/bin/python", "-m", f"experiments.{name}", *arguments])
+
+
 class Results:
     """The folder of a measurement: raw samples as they come, then the table and the environment."""
 
@@ -118,7 +123,7 @@ class Results:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.raw = self.folder / raw
         self.raw.write_text("")
-        self.command = shlex.join([".venv/bin/python", "-m", f"experiments.{name}", *arguments])
+        self.command = command_line(name, arguments)
         self.samples: list[Sample] = []
 
     def add(self, sample: Sample) -> None:

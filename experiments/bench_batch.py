@@ -160,12 +160,9 @@ def gaps(batch: Batch, stream: Generation, until: Callable[[], bool]) -> tuple[l
 def first_token(batch: Batch, asked: Request) -> tuple[float, np.ndarray]:
     """Milliseconds to the first token, and the tokens of the answer, int32 `[tokens]`."""
     start, first, said = time.perf_counter(), 0.0, []
-    batch.join(asked)
-    while batch.running:
-        for _, item in batch.step():
-            if isinstance(item, Step):
-                first = first or 1e3 * (time.perf_counter() - start)
-                said.append(item.token_id)
+    for step in batch.answer(asked):
+        first = first or 1e3 * (time.perf_counter() - start)
+        said.append(step.token_id)
     return first, np.array(said, np.int32)
 
 

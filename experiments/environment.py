@@ -77,6 +77,6 @@ def _commit() -> str:
     return head.stdout.strip() + (" with changes" if changed.stdout.strip() else "")
 
 
-def write_environment(folder: Path) -> None:
-    """Writes `environment.json` into a result's folder."""
-    (folder / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
+def write_environment(folder: Path, **more: Any) -> None:
+    """Writes `environment.json` into a result's folder, with what else is to be told."""
+    (folder / "environment.json").write_text(json.dumps(environment() | more, indent=2) + "\n")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -25,11 +24,10 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments.bench import ROOT
-from experiments.environment import board, environment
+from experiments.bench import ROOT, Sample, command_line
+from experiments.environment import board, write_environment
 
 Cell = dict[str, Any]
-Sample = dict[str, Any]
 Measure = Callable[[Cell], list[Sample]]
 Verdict = Literal["holds", "does not hold", "cannot be judged on this machine"]
 
@@ -148,7 +146,9 @@ class Experiment:
         self.add_options(parser)
         parser.add_argument("--seed", type=int, default=0)
         parser.add_argument("--render", action="store_true", help="only write table and plot of what was measured")
-        parser.add_argument("--quick", action="store_true", help="a small run, in a new folder if --out names none")
+        parser.add_argument(
+            "--quick", action="store_true", help="a small run, in a folder for temporary files if --out names none"
+        )
         parser.add_argument("--out", type=Path, default=ROOT / "results" / self.name, help="folder of the results")
         if "--quick" in arguments:
             parser.set_defaults(**self.quick, out=Path(tempfile.gettempdir()) / f"kestrel_{self.name}")
@@ -174,8 +174,7 @@ class Experiment:
         with self.session(options) as measure:
             for cell in tqdm(raw.missing(cells), desc=self.name, unit="cell"):
                 raw.add(cell, measure(cell))
-        described = environment() | {"load_average_before": before, "settings_of_run": settings}
-        (raw.file.parent / "environment.json").write_text(json.dumps(described, indent=2) + "\n")
+        write_environment(raw.file.parent, load_average_before=before, settings_of_run=settings)
 
     def _settings(self, options: argparse.Namespace) -> dict[str, Any]:
         settings = {name: value for name, value in vars(options).items() if name not in ("out", "render")}
@@ -186,7 +185,7 @@ class Experiment:
     ) -> None:
         """Table, plot and figures of all samples."""
         shown = [argument for argument in arguments if argument != "--render"]
-        command = shlex.join([".venv/bin/python", "-m", f"experiments.{self.name}", *shown])
+        command = command_line(self.name, shown)
         text = self.table(samples, options)
         (folder / "table.md").write_text(f"    {command}\n\n{text}")
         print(text)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import shlex
 import sys
 import tempfile
 import time
@@ -24,7 +23,7 @@ from typing import Any
 import psutil
 from tqdm import tqdm
 
-from experiments.bench import ROOT
+from experiments.bench import ROOT, command_line
 from experiments.http_client import CHAT, fetch
 from experiments.server_process import Server, running_server
 from experiments.soak_clients import LIMIT_SECONDS, Record, Soak, server_arguments
@@ -126,7 +125,7 @@ def main(arguments: Sequence[str]) -> Found:
             measured = asyncio.run(soak(server, options))
         overhead = measure_overhead(options.model, options.repeats, Path(folder))
         found = Found(*measured, read_log(log), overhead)
-    command = shlex.join([".venv/bin/python", "-m", "experiments.soak", *arguments])
+    command = command_line("soak", arguments)
     print(write(found, options.out, f"    {command}\n\n{note(options)}"))
     for record in found.records:
         if record.outcome == "lost":

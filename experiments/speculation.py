@@ -41,7 +41,7 @@ from experiments.tiny_tasks import Message, greeting, outside, repeating
 from models import LoadedModel, Switches
 from models.batch import Batch, BatchLimits
 from models.compilation import enable_persistent_cache
-from models.generation import Generation, Request, Step
+from models.generation import Generation, Request
 from models.inference import Inference
 from models.quantisation import SCHEMES
 from models.weights import random_network
@@ -164,14 +164,9 @@ def answer(batch: Batch, asked: Request, draft: Draft = SEARCH) -> Sample:
     milliseconds from its first token to its last. `draft` guesses."""
     said, start = list[int](), 0.0
     with guesses_noted(draft) as noted:
-        batch.join(asked)
-        while batch.running:
-            for _, item in batch.step():
-                if isinstance(item, Exception):
-                    raise item
-                if isinstance(item, Step):
-                    said.append(item.token_id)
-                    start = start or time.perf_counter()
+        for step in batch.answer(asked):
+            said.append(step.token_id)
+            start = start or time.perf_counter()
     ms = 1e3 * (time.perf_counter() - start)
     return {"tokens": said, "steps": len(noted), "guessed": sum(noted), "ms": ms}
 

@@ -132,6 +132,20 @@ class Batch:
         if self.disk is not None:
             self.disk.store(slot, partial(self._inference.read_block, self._layers, slot.index), ended=ended)
 
+    def answer(self, request: Request) -> Iterator[Step]:
+        """The steps of a request that runs alone; the batch must be empty.
+
+        Raises:
+            Exception: what the request raised.
+        """
+        self.join(request)
+        while self.running:
+            for _, item in self.step():
+                if isinstance(item, Exception):
+                    raise item
+                if isinstance(item, Step):
+                    yield item
+
     def step(self) -> list[tuple[Generation, Item]]:
         """One unit of work, and what it brought to whom. A request has left with its last step, or with the exception
         that it alone raised. There must be a request.

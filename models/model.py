@@ -397,14 +397,7 @@ class LoadedModel:
         return self._steps(request)
 
     def _steps(self, request: Request) -> Iterator[Step]:
-        batch = self.batch()
-        batch.join(request)
-        while batch.running:
-            for _, item in batch.step():
-                if isinstance(item, Exception):
-                    raise item
-                if isinstance(item, Step):
-                    yield item
+        yield from self.batch().answer(request)
 
     def request(
         self,
