@@ -195,16 +195,17 @@ class Batch:
 
     def _see(self, generation: Generation) -> list[tuple[Generation, Item]]:
         try:
-            return [(generation, generation.saw(self._features(generation.unseen[0])))]
+            return [(generation, generation.saw(self._features(generation.unseen[0], generation.request.owner)))]
         except Exception as error:
             self.leave(generation)
             return [(generation, error)]
 
-    def _features(self, picture: VisionInput) -> VisualFeatures:
-        features = self.images.get(picture.content_hash)
+    def _features(self, picture: VisionInput, owner: str) -> VisualFeatures:
+        key = owner, picture.content_hash
+        features = self.images.get(key)
         if features is None:
             features = self._inference.encode(picture.patches, picture.grid)
-            self.images.put(picture.content_hash, features)
+            self.images.put(key, features)
         return features
 
     def _prefill(self, generation: Generation) -> list[tuple[Generation, Item]]:

@@ -38,8 +38,9 @@ class Segment:
 class ChatTemplate:
     """A compiled chat template."""
 
-    def __init__(self, source: str, name: str) -> None:
-        """`name` is the template's place, for errors; CheckpointError if it is no valid template."""
+    def __init__(self, source: str, name: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        """`name` is the template's place, for errors; CheckpointError if it is no valid template. `special_tokens` are
+        the tokens that it knows by a name of its own, such as `eos_token`."""
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         # Jinja's own filter escapes for HTML, which a prompt is not.
         environment.filters["tojson"] = _to_json
@@ -50,6 +51,8 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise CheckpointError(f"{name}: not a valid chat template: {error}") from None
         self.takes_tools = "tools" in used  # whether it has a place for them
+        self._name = name
+        self._special_tokens = {token: text for token, text in (special_tokens or {}).items() if token in used}
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate:
@@ -59,18 +62,28 @@ class ChatTemplate:
             CheckpointError: none of them holds a valid template.
         """
         plain = folder / "chat_template.jinja"
+        special_tokens = _special_tokens_in(folder / "tokenizer_config.json")
         if plain.is_file():
             try:
-                return cls(plain.read_text(encoding="utf-8"), str(plain))
+                return cls(plain.read_text(encoding="utf-8"), str(plain), special_tokens)
             except (OSError, UnicodeDecodeError) as error:
                 raise CheckpointError(f"{plain}: cannot be read: {error}") from None
         for file in (folder / "chat_template.json", folder / "tokenizer_config.json"):
             source = _template_in(file)
             if source is not None:
-                return cls(source, str(file))
+                return cls(source, str(file), special_tokens)
         raise CheckpointError(
             f"{folder}: no chat template in chat_template.jinja, chat_template.json or tokenizer_config.json"
         )
+
+    def check_special_tokens(self, added: Sequence[AddedToken]) -> None:
+        """Raises CheckpointError if the template names a token that the vocabulary does not have: it would be text."""
+        known = {token.text for token in added}
+        for name, text in self._special_tokens.items():
+            if text not in known:
+                raise CheckpointError(
+                    f"{self._name}: the template uses {name}, which is {text!r}; the vocabulary has no such token"
+                )
 
     def render(
         self,
@@ -96,7 +109,7 @@ class ChatTemplate:
                 messages=[marker.message(message) for message in messages],
                 tools=marker.value(tools),
                 add_generation_prompt=add_generation_prompt,
-                **marker.value(settings),
+                **self._special_tokens | marker.value(settings),
             )
         except Exception as error:  # a template is a program: what it does with a strange conversation is open
             raise PromptError(f"the chat template cannot render this conversation: {error}") from None
@@ -128,14 +141,33 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
+def _settings_in(file: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty if there is no file."""
+    if not file.is_file():
+        return {}
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: cannot be read as a JSON object: {error}") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file}: cannot be read as a JSON object: found a {type(values).__name__}")
+    return values
+
+
+def _special_tokens_in(file: Path) -> dict[str, str]:
+    """The tokens that have a name in `tokenizer_config.json`, as transformers passes them to templates: each a text or
+    an object with its text as `content`."""
+    values = _settings_in(file)
+    others = values.get("extra_special_tokens")
+    named = {name: token for name, token in values.items() if name.endswith("_token")}
+    named |= others if isinstance(others, dict) else {}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
 def _template_in(file: Path) -> str | None:
     """The template in a JSON file: a string, or the one named "default" of a list."""
-    if not file.is_file():
-        return None
-    try:
-        template = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{file}: cannot be read as a JSON object: {error}") from None
+    template = _settings_in(file).get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")

@@ -114,8 +114,11 @@ def read_shards(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of the shards that the index names; index and shards must agree on which tensor is where."""
     shard_of = read_index(folder / INDEX_FILE)
     tensors: dict[str, StoredTensor] = {}
-    for shard in sorted(set(shard_of.values())):
-        for name, stored in read_header(folder / shard).items():
+    first_of: dict[str, str] = {}
+    for name, shard in shard_of.items():
+        first_of.setdefault(shard, name)
+    for shard, first in sorted(first_of.items()):
+        for name, stored in read_header(folder / shard, first).items():
             if name in tensors:
                 raise CheckpointError(
                     f"{stored.file}: tensor {name!r} is also in {tensors[name].file.name}; one is too many"
@@ -152,8 +155,23 @@ def is_plain_file_name(name: str) -> bool:
     return name not in ("", ".", "..") and name.isprintable() and not any(slash in name for slash in "/\\")
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file, whose header must describe every byte of it exactly once."""
+def read_header(path: Path, expected: str | None = None) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file, whose header must describe every byte of it exactly once. `expected` is a
+    tensor that an index promises there: a refusal of the whole file names it."""
+    try:
+        header, data_start, size = read_header_object(path)
+    except CheckpointError as error:
+        if expected is None:
+            raise
+        raise CheckpointError(f"{error}; {INDEX_FILE} expects tensor {expected!r} in it") from error
+    header.pop("__metadata__", None)
+    ranges = {name: byte_range(path, name, entry) for name, entry in header.items()}
+    check_layout(path, ranges, size - data_start)
+    return {name: stored_tensor(path, name, header[name], ranges[name], data_start) for name in header}
+
+
+def read_header_object(path: Path) -> tuple[dict[str, Any], int, int]:
+    """The header of a safetensors file, where its data starts, and the size of the file."""
     try:
         with path.open("rb") as stream:
             size = stream.seek(0, 2)
@@ -163,11 +181,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             header = parse_json_object(path, stream.read(length))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); the checkpoint needs this file") from error
-    header.pop("__metadata__", None)
-    data_start = LENGTH_BYTES + length
-    ranges = {name: byte_range(path, name, entry) for name, entry in header.items()}
-    check_layout(path, ranges, size - data_start)
-    return {name: stored_tensor(path, name, header[name], ranges[name], data_start) for name in header}
+    return header, LENGTH_BYTES + length, size
 
 
 def header_length(path: Path, beginning: bytes, size: int) -> int:

@@ -10,6 +10,7 @@ from models.errors import ConfigError
 VISION_TYPES = {"qwen3_vl": "qwen3_vl_text", "qwen3_vl_moe": "qwen3_vl_moe_text"}
 MOE_TYPES = frozenset({"qwen3_moe", "qwen3_vl_moe_text"})
 TEXT_TYPES = frozenset({"qwen3", "qwen3_moe", *VISION_TYPES.values()})
+DENSE_HEAD_DIM = 128  # of a file that does not say, in transformers; mixtures share their hidden size among the heads
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,13 @@ class TextConfig:
     attention_bias: bool
     moe: MoeConfig | None
     moe_layers: frozenset[int]
+
+    @property
+    def longest_context(self) -> int:
+        """The most tokens that fit: YaRN stretches the original length by its factor."""
+        if self.rope.yarn is None:
+            return self.max_positions
+        return max(self.max_positions, round(self.rope.yarn.original_length * self.rope.yarn.factor))
 
 
 @dataclass(frozen=True)
@@ -187,7 +195,8 @@ def _parse_text(fields: _Fields, model_type: str) -> TextConfig:
     kv_heads = fields.size("num_key_value_heads")
     if heads % kv_heads:
         raise ConfigError(f"{fields.where}: {heads} attention heads are not a multiple of {kv_heads} key/value heads")
-    head_dim = fields.size("head_dim", None) or hidden // heads
+    default = hidden // heads if model_type in MOE_TYPES else DENSE_HEAD_DIM
+    head_dim = fields.size("head_dim", None) or default
     if head_dim % 2:
         raise ConfigError(f"{fields.where}: head_dim must be even for rotary embedding, found {head_dim}")
     moe = _parse_moe(fields, model_type) if model_type in MOE_TYPES else None

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import errno
 import fcntl
+import gc
 import json
 import math
 import os
@@ -394,6 +395,8 @@ at most that one, and the next run with the same DST clears it.""",
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; 2 is the exit status of anything the user can put right."""
     options = parse_arguments(arguments)
+    # JAX has Python call it at every garbage collection, and an interrupt that comes during such a call is dropped.
+    gc.disable()
     try:
         result = convert(options.source, options.destination, options.quant)
     except (KestrelError, OSError) as error:
@@ -402,6 +405,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("error: interrupted; nothing is left of the conversion", file=sys.stderr)
         return 130
+    finally:
+        gc.enable()
     print(
         f"{options.source}: {readable(result.source_bytes)} -> {options.destination}: {readable(result.bytes)}, "
         f"{result.bits_per_weight:.2f} bits per weight"

@@ -37,8 +37,7 @@ from models.cache import CacheType, LayerCache
 from models.config import ModelConfig
 from models.errors import ConfigError
 from models.inference import Chunk, capacity_for, plan_chunks
-from models.kernels.build import library_file
-from models.kernels.loader import active_variant
+from models.kernels.loader import active_variant, library_hash
 from models.slots import LEAST_REUSED, Slot
 from models.switches import Switches
 
@@ -72,7 +71,7 @@ def fingerprint(config: ModelConfig, switches: Switches, cache_type: CacheType, 
     and how they are kept), this program, and what it computes with."""
     variant = active_variant()
     # Plain JAX sums over the whole capacity of the cache.
-    kernels = ("reference", capacity_for(context)) if variant is None else (variant, library_file().name)
+    kernels = ("reference", capacity_for(context)) if variant is None else (variant, library_hash())
     machine = (jax.__version__, jax.lib.__version__, os.environ.get("XLA_FLAGS"), _processor())
     parts = (config, switches, cache_type, weights, _program(), kernels, machine)
     return hashlib.sha256(repr(parts).encode()).hexdigest()

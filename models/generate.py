@@ -10,6 +10,7 @@ from pathlib import Path
 
 from models.cache import CACHE_TYPES
 from models.errors import KestrelError
+from models.freed_memory import keep_freed_memory
 from models.generation import Step
 from models.images import open_image
 from models.model import LoadedModel, load
@@ -86,6 +87,7 @@ def _line(step: Step) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; 2 is the exit status of anything the user can put right."""
     options = parse_arguments(arguments)
+    keep_freed_memory()
     try:
         model = load(
             options.model,

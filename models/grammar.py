@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from models.tokenizer import Tokenizer
 LARGEST_SCHEMA = 65_536  # characters
 # The library follows references by recursion, on a stack of 8 MiB; from 1,600 on some schemas overflowed it.
 DEEPEST_REFERENCES = 500  # distinct references times levels of nesting
+MOST_REMAINDERS = 10_000  # of all numbers behind `multipleOf`: the library follows each, and 10^8 fill the memory
 MOST_PATTERNS = 32  # in one object: each is compared with all others, which takes a tenth of a millisecond
 WHITE_SPACE = " "  # once between tokens of JSON: more of it takes time, and small models fill an answer with it
 ANY_TEXT = r"/(.|\n)*/"
@@ -68,18 +70,32 @@ def _check_size(schema: dict[str, Any]) -> None:
     if length > LARGEST_SCHEMA:
         raise GrammarError(f"a schema may have up to {LARGEST_SCHEMA} characters, found {length}")
     references: set[str] = set()
+    remainders = 0
     for part in _objects(schema):
+        remainders += _remainders(part.get("multipleOf"))
         if isinstance(part.get("$ref"), str):
             references.add(part["$ref"])
         patterns = part.get("patternProperties")
         if isinstance(patterns, dict) and len(patterns) > MOST_PATTERNS:
             raise GrammarError(f"'patternProperties' may have up to {MOST_PATTERNS} patterns, found {len(patterns)}")
+    if remainders > MOST_REMAINDERS:
+        raise GrammarError(f"the numbers behind 'multipleOf' may add up to {MOST_REMAINDERS}, found {remainders}")
     levels = _levels(schema)
     if len(references) * levels > DEEPEST_REFERENCES:
         raise GrammarError(
             f"the references of a schema times its levels may be up to {DEEPEST_REFERENCES}, "
             f"found {len(references)} times {levels}"
         )
+
+
+def _remainders(divisor: Any) -> int:
+    """How many remainders a division by a schema's number can leave, in steps of its last decimal."""
+    if isinstance(divisor, bool) or not isinstance(divisor, int | float):
+        return 0
+    exact = Decimal(repr(divisor))
+    if not exact.is_finite():
+        return 0
+    return abs(int(exact.scaleb(max(0, -exact.as_tuple().exponent))))
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:

@@ -174,9 +174,9 @@ def read_config(folder: Path) -> ModelConfig:
 
 def _context(config: ModelConfig, max_context: int | None) -> int:
     if max_context is None:
-        return min(DEFAULT_CONTEXT, config.text.max_positions)
-    if not 2 <= max_context <= config.text.max_positions:
-        raise ConfigError(f"max_context must lie in 2..{config.text.max_positions}, found {max_context}")
+        return min(DEFAULT_CONTEXT, config.text.longest_context)
+    if not 2 <= max_context <= config.text.longest_context:
+        raise ConfigError(f"max_context must lie in 2..{config.text.longest_context}, found {max_context}")
     return max_context
 
 
@@ -194,11 +194,14 @@ def _default_sampling(folder: Path | None) -> SamplingParams:
 
 
 def _end_tokens(folder: Path | None) -> frozenset[int]:
-    """The end-of-turn ids of `generation_config.json`, else of `config.json`; Qwen3's own for a bare shape."""
+    """The end-of-turn ids of `generation_config.json`, else of `config.json`, where a vision-language model may keep
+    them among the settings of its decoder; Qwen3's own for a bare shape."""
     if folder is None:
         return frozenset(EOS_TOKENS)
-    for path in (folder / "generation_config.json", folder / "config.json"):
-        tokens = read_json_object(path).get("eos_token_id") if path.is_file() else None
+    files = (folder / "generation_config.json", folder / "config.json")
+    generation, config = (read_json_object(file) if file.is_file() else {} for file in files)
+    for values in (generation, config, config.get("text_config")):
+        tokens = values.get("eos_token_id") if isinstance(values, dict) else None
         if tokens is not None:
             return frozenset([tokens] if isinstance(tokens, int) else tokens)
     return frozenset()
@@ -219,6 +222,7 @@ def _open_text(
     a model that has only token ids."""
     if folder is not None and (folder / "tokenizer.json").is_file():
         tokenizer, template = Tokenizer.from_folder(folder), ChatTemplate.from_folder(folder)
+        template.check_special_tokens(tokenizer.added)
     elif config.text.vocab >= QWEN_VOCABULARY:
         tokenizer, template = qwen_tokenizer(), default_chat_template()
     else:

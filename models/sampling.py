@@ -22,6 +22,8 @@ from models.row_sums import row_sums
 
 MAX_TOP_LOGPROBS = 20
 ONE_AS_BITS = 0x3F800000  # the bit pattern of float32 1.0
+MOST_TOP_K = 2**31 - 1  # more than any vocabulary has
+LEAST = 1e-6  # where float32 arithmetic would overflow, or find nothing; a choice is the same as with less
 ALL_TOKENS = np.uint32(0xFFFFFFFF)  # a word of a constraint that lets its 32 tokens through
 
 
@@ -52,7 +54,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _check("temperature", self.temperature, self.temperature >= 0, ">= 0")
         _check("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
-        _check("top_k", self.top_k, self.top_k >= 0, ">= 0")
+        _check("top_k", self.top_k, 0 <= self.top_k <= MOST_TOP_K, f"in [0, {MOST_TOP_K}]")
         _check("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
         _check("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "> 0")
         _check("presence_penalty", self.presence_penalty, True, "finite")
@@ -118,9 +120,14 @@ def start_sampling(rows: Sequence[tuple[SamplingParams, np.ndarray]], vocab: int
     def column(name: str, dtype: type) -> np.ndarray:
         return np.array([getattr(params, name) for params, _ in rows], dtype)
 
-    floats = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    def factor(name: str) -> np.ndarray:
+        """What logits and probabilities are divided by or multiplied with."""
+        values = column(name, np.float64)
+        return np.where(values > 0, np.maximum(values, LEAST), values).astype(np.float32)
+
     return SamplingState(
-        **{name: column(name, np.float32) for name in floats},
+        **{name: factor(name) for name in ("temperature", "top_p", "repetition_penalty")},
+        **{name: column(name, np.float32) for name in ("min_p", "presence_penalty", "frequency_penalty")},
         top_k=column("top_k", np.int32),
         top_logprobs=column("top_logprobs", np.int32),
         adjusted=np.array([params.adjusts for params, _ in rows]),

@@ -36,11 +36,10 @@ class TextStream:
         return shown if self.stopped else shown + rest
 
     def _release(self) -> str:
-        matches = [(self._held.find(stop) + len(stop), len(stop)) for stop in self._stop if stop in self._held]
-        if matches:
+        stop = first_complete(self._held, self._stop)
+        if stop is not None:
             self.stopped = True
-            end, length = min(matches, key=lambda match: (match[0], -match[1]))
-            shown, self._held = self._held[: end - length], ""
+            shown, self._held = self._held[: self._held.find(stop)], ""
             return shown
         keep = max((begun(self._held, stop) for stop in self._stop), default=0)
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
@@ -59,6 +58,12 @@ class NoText:
     def finish(self) -> str:
         """Nothing held."""
         return ""
+
+
+def first_complete(text: str, stops: Sequence[str]) -> str | None:
+    """The stop string that is complete first in a text, the longest of those that end together; None if none is."""
+    found = [stop for stop in stops if stop in text]
+    return min(found, key=lambda stop: (text.find(stop) + len(stop), -len(stop)), default=None)
 
 
 def begun(text: str, marker: str) -> int:

@@ -110,7 +110,8 @@ class Tokenizer:
         """The ids of ordinary text: what looks like a control token in it is encoded as the letters it is made of, and
         half of a surrogate pair (JSON's `"\\ud83d"`) is no character and becomes U+FFFD."""
         characters = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", errors="replace")
-        return self._plain.encode(characters, add_special_tokens=False).ids
+        # Other threads run meanwhile, which they cannot while a single text is encoded.
+        return self._plain.encode_batch([characters], add_special_tokens=False)[0].ids
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for: possibly a part of a character; none for a control token or a padding row

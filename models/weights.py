@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from models.checkpoint import Checkpoint
-from models.config import ModelConfig, VisionConfig
+from models.config import ModelConfig
 from models.errors import CheckpointError, ConfigError
 from models.huge_pages import HugePages, is_mapped_file
 from models.layers import StoredMatrix
@@ -85,7 +85,7 @@ def random_network(
     config: ModelConfig, dtype: str, switches: Switches, seed: int = 0, scheme: Scheme | None = None
 ) -> Network:
     """The network with random weights of a sensible scale, the same for the same seed."""
-    return fill_network(config, dtype, switches, lambda path, like: _random_value(path, like, seed, scheme), scheme)
+    return fill_network(config, dtype, switches, lambda path, like: random_value(path, like, seed, scheme), scheme)
 
 
 def fill_network(
@@ -103,7 +103,8 @@ def fill_network(
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
     graph, state = nnx.split(_unfilled_network(config, switches, scheme))
     filled, pages = [], HugePages()
-    for path, parameter in tqdm(nnx.to_flat_state(state), desc="weights", unit="tensor", delay=1, leave=False):
+    bar = tqdm(nnx.to_flat_state(state), desc="weights", unit="tensor", delay=1, leave=False, disable=None)
+    for path, parameter in bar:
         abstract = parameter.get_value()
         kept = DTYPES[dtype] if abstract.ndim > 1 and abstract.dtype == jnp.float32 else abstract.dtype
         value = source(".".join(map(str, path)), jax.ShapeDtypeStruct(abstract.shape, kept))
@@ -162,6 +163,15 @@ def published_name(path: str, config: ModelConfig) -> str:
     return f"model.language_model.{path}"
 
 
+def published_shape(path: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[int, ...]:
+    """The checkpoint's shape of the parameter at `path`, of `shape`, if it is no expert's: the patch embedding is
+    published as a convolution."""
+    vision = config.vision
+    if vision is None or not path.endswith("patch_embed.weight"):
+        return shape
+    return (vision.hidden, vision.channels, vision.temporal_patch, vision.patch, vision.patch)
+
+
 def expert_tensors(name: str, expert: int) -> list[str]:
     """The tensors of one expert in a checkpoint that stores experts one by one, top down, under the fused `name`."""
     stem, part = name.rsplit(".", 1)
@@ -182,7 +192,7 @@ class CheckpointSource:
         if ".experts." in name:
             return self._experts(name, like)
         if name.endswith("patch_embed.proj.weight"):
-            return self._tensor(name, _convolution_shape(self.config.vision)).reshape(like.shape)
+            return self._tensor(name, published_shape(path, like.shape, self.config)).reshape(like.shape)
         if name == "lm_head.weight" and name not in self.unread:
             raise CheckpointError(
                 f"{self.checkpoint.folder}: tensor 'lm_head.weight' is missing, but config.json does not tie the head "
@@ -241,11 +251,9 @@ class CheckpointSource:
         return (name == "lm_head.weight" and self.config.tied) or name.endswith("rotary_emb.inv_freq")
 
 
-def _convolution_shape(vision: VisionConfig) -> tuple[int, ...]:
-    return (vision.hidden, vision.channels, vision.temporal_patch, vision.patch, vision.patch)
-
-
-def _random_value(path: str, like: jax.ShapeDtypeStruct, seed: int, scheme: Scheme | None) -> np.ndarray:
+def random_value(path: str, like: jax.ShapeDtypeStruct, seed: int, scheme: Scheme | None) -> np.ndarray:
+    """Random values for the parameter at `path`, or for the blocks or the scale of a quantised one: of a sensible
+    spread, the same for the same path and seed."""
     if path.endswith("bias"):
         return np.zeros(like.shape, np.float32)
     if len(like.shape) == 1:
@@ -274,19 +282,16 @@ def save_weights(network: Network, config: ModelConfig, folder: Path, dtype: str
     """Writes `model.safetensors` in `dtype`, under the published names and in the published layouts."""
     tensors: dict[str, np.ndarray] = {}
     for path, parameter in nnx.to_flat_state(nnx.state(network)):
-        name = published_name(".".join(map(str, path)), config)
-        tensors |= _published_tensors(name, parameter.get_value(), config)
+        tensors |= _published_tensors(".".join(map(str, path)), parameter.get_value(), config)
     narrow = {name: np.ascontiguousarray(tensor.astype(DTYPES[dtype])) for name, tensor in tensors.items()}
     save_file(narrow, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _published_tensors(name: str, value: Array, config: ModelConfig) -> dict[str, Any]:
+def _published_tensors(path: str, value: Array, config: ModelConfig) -> dict[str, Any]:
     """One parameter as the checkpoint's tensors: experts fused for the vision-language family, else one by one."""
-    tensor = np.asarray(value)
-    if name.endswith("patch_embed.proj.weight"):
-        return {name: tensor.reshape(_convolution_shape(config.vision))}
+    name, tensor = published_name(path, config), np.asarray(value)
     if ".experts." not in name:
-        return {name: tensor}
+        return {name: tensor.reshape(published_shape(path, tensor.shape, config))}
     if config.vision is not None:
         return {name: tensor.swapaxes(1, 2)}
     tensors: dict[str, Any] = {}

@@ -37,12 +37,29 @@ struct Check {
       fault = std::string(name) + " is not aligned to " + std::to_string(bytes) + " bytes";
   }
 
+  // The numbers of an argument; a fault if they are of another type, or not where such numbers can be read.
+  const float* floats(const char* name, const ffi::AnyBuffer& buffer) {
+    return numbers<float>(name, buffer, ffi::F32, "float32");
+  }
+
+  const int32_t* integers(const char* name, const ffi::AnyBuffer& buffer) {
+    return numbers<int32_t>(name, buffer, ffi::S32, "int32");
+  }
+
   void that(bool holds, const std::string& otherwise) {
     if (fault.empty() && !holds) fault = otherwise;
   }
 
   bool failed() const { return !fault.empty(); }
   ffi::Error error() const { return ffi::Error::InvalidArgument(fault); }
+
+ private:
+  template <typename T>
+  const T* numbers(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, const char* type_name) {
+    that(buffer.element_type() == type, std::string(name) + " should be " + type_name);
+    aligned(name, buffer, alignof(T));
+    return static_cast<const T*>(buffer.untyped_data());
+  }
 };
 
 // A weight [outputs, inputs], or `matrices` of them (experts). Quantised ones are stored in blocks of eight rows, float ones
@@ -160,11 +177,10 @@ struct Norm {
 };
 
 // Checks the weight of a norm, which is empty where there is none.
-inline Norm read_norm(Check& check, const char* name, const ffi::Buffer<ffi::F32>& weight, float eps, int64_t size) {
+inline Norm read_norm(Check& check, const char* name, const ffi::AnyBuffer& weight, float eps, int64_t size) {
   if (weight.element_count() == 0) return {};
   check.shape(name, weight, {size});
-  check.aligned(name, weight, alignof(float));
-  return {weight.typed_data(), eps};
+  return {check.floats(name, weight), eps};
 }
 
 // Activation rows: normed, and quantised if a quantised weight will read them. A row must be prepared before it is used.

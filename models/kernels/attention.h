@@ -8,8 +8,6 @@
 
 namespace kestrel {
 
-using Floats = ffi::Buffer<ffi::F32>;
-
 // Keys or values [slots, kv_heads, capacity, head_dim], and if they are int8 their scales [slots, kv_heads, capacity].
 struct Cache {
   CacheType type;
@@ -32,6 +30,7 @@ inline Cache read_cache(Check& check, size_t index, const std::string& name, std
   const auto type = array->element_type();
   check.that(type == ffi::F32 || type == ffi::BF16 || type == ffi::S8, name + " should be float32, bfloat16 or int8");
   check.shape(name.c_str(), *array, shape);
+  check.aligned(name.c_str(), *array, type == ffi::F32 ? 4 : type == ffi::BF16 ? 2 : 1);
   check.that(array->untyped_data() == (*result)->untyped_data(), name + " should be changed in place");
   const bool narrow = type == ffi::S8;
   check.that(arrays.size() == (narrow ? 4u : 2u) && results.size() == arrays.size(),
@@ -47,6 +46,7 @@ inline Cache read_cache(Check& check, size_t index, const std::string& name, std
   if (check.failed()) return cache;
   shape.pop_back();
   check.shape(("the scales of " + name).c_str(), scales.value(), shape);
+  check.aligned(("the scales of " + name).c_str(), scales.value(), alignof(float));
   check.that(scales->untyped_data() == (*changed)->untyped_data(), "the scales of " + name + " should be changed in place");
   cache.scales = scales->typed_data();
   return cache;
@@ -151,10 +151,10 @@ inline void attend(ffi::ThreadPool& pool, const Layer& layer, float scale, float
 
 // queries [batch, length, heads, head_dim], keys and values [batch, length, kv_heads, head_dim], and a layer's cache. A row's
 // slot, or none if it is negative, holds `first` tokens: query i of the row sees the positions 0 .. first + i.
-inline ffi::Error attention(ffi::ThreadPool pool, Floats queries, Floats keys, Floats values, Floats query_norm,
-                            Floats key_norm, Floats cos, Floats sin, ffi::Buffer<ffi::S32> slots,
-                            ffi::Buffer<ffi::S32> first, ffi::RemainingArgs cache, ffi::Result<Floats> y, ffi::RemainingRets changed, float scale,
-                            float eps) {
+inline ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyBuffer keys, ffi::AnyBuffer values,
+                            ffi::AnyBuffer query_norm, ffi::AnyBuffer key_norm, ffi::AnyBuffer cos, ffi::AnyBuffer sin,
+                            ffi::AnyBuffer slots, ffi::AnyBuffer first, ffi::RemainingArgs cache,
+                            ffi::Result<ffi::Buffer<ffi::F32>> y, ffi::RemainingRets changed, float scale, float eps) {
   Check check;
   check.that(queries.dimensions().size() == 4,
              "queries has shape " + shown(queries.dimensions()) + ", wanted is [batch, length, heads, head_dim]");
@@ -176,14 +176,25 @@ inline ffi::Error attention(ffi::ThreadPool pool, Floats queries, Floats keys, F
   check.shape("y", *y, {batch, length, heads * head_dim});
   check.that(head_dim % 2 == 0, "head_dim should be even");
   check.that(kv_heads > 0 && heads % kv_heads == 0, "the number of heads should be a multiple of kv_heads");
-  const Norm of_queries = read_norm(check, "query_norm", query_norm, eps, head_dim);
-  const Norm of_keys = read_norm(check, "key_norm", key_norm, eps, head_dim);
+  const NewTokens fresh = {batch,
+                           length,
+                           heads,
+                           kv_heads,
+                           head_dim,
+                           check.floats("queries", queries),
+                           check.floats("keys", keys),
+                           check.floats("values", values),
+                           read_norm(check, "query_norm", query_norm, eps, head_dim),
+                           read_norm(check, "key_norm", key_norm, eps, head_dim),
+                           check.floats("cos", cos),
+                           check.floats("sin", sin)};
+  const int32_t *slot_of = check.integers("slots", slots), *held_by = check.integers("first", first);
   const std::vector<int64_t> wanted = {all_slots, kv_heads, capacity, head_dim};
   const Cache cached_keys = read_cache(check, 0, "cached keys", wanted, cache, changed);
   const Cache cached_values = read_cache(check, 1, "cached values", wanted, cache, changed);
   check.that(cached_keys.type == cached_values.type, "cached values have another dtype than cached keys");
   for (int64_t row = 0; row < batch && !check.failed(); ++row) {
-    const int64_t begun = first.typed_data()[row], slot = slots.typed_data()[row];
+    const int64_t begun = held_by[row], slot = slot_of[row];
     if (slot < 0) continue;
     check.that(slot < all_slots, "slots: row " + std::to_string(row) + " wants slot " + std::to_string(slot) + " of " +
                                      std::to_string(all_slots));
@@ -193,10 +204,7 @@ inline ffi::Error attention(ffi::ThreadPool pool, Floats queries, Floats keys, F
   }
   if (check.failed()) return check.error();
   if (batch * length == 0) return ffi::Error::Success();
-  const NewTokens fresh = {batch, length, heads, kv_heads, head_dim, queries.typed_data(), keys.typed_data(),
-                           values.typed_data(), of_queries, of_keys, cos.typed_data(), sin.typed_data()};
-  attend(pool, {fresh, slots.typed_data(), first.typed_data(), capacity, cached_keys, cached_values}, scale,
-         y->typed_data());
+  attend(pool, {fresh, slot_of, held_by, capacity, cached_keys, cached_values}, scale, y->typed_data());
   return ffi::Error::Success();
 }
 

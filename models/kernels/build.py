@@ -1,7 +1,8 @@
 """Compiles the kernels for the machine at hand.
 
-The library is kept under a name made of its sources, flags, compiler and JAX's headers, so that nothing is compiled
-twice and nothing stale is ever loaded. One library holds every instruction-set variant of its architecture.
+The library is kept under a name made of its sources, flags and JAX's headers, so that nothing is compiled twice and
+nothing stale is ever loaded. Which compiler made it is not in the name: where a library was brought along, it is found
+without one. One library holds every instruction-set variant of its architecture.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden
 VARIANTS = {
     "x86_64": {
         "portable": (),
-        "avx2": ("-mavx2", "-mfma", "-mf16c"),
-        "avx512vnni": ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni"),
+        "avx2": ("avx2", "fma", "f16c"),
+        "avx512vnni": ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512vnni"),
     },
-    "aarch64": {"portable": (), "dotprod": ("-march=armv8.2-a+dotprod",)},
+    "aarch64": {"portable": (), "dotprod": ("dotprod",)},
 }
 
 
@@ -50,6 +51,20 @@ def compiler() -> list[str]:
     if importlib.util.find_spec("ziglang"):
         return [sys.executable, "-m", "ziglang", "c++"]
     raise KernelError("no C++ compiler: install g++ or clang++, or `pip install ziglang`, or name one in CXX")
+
+
+def is_zig(command: Sequence[str]) -> bool:
+    """Whether this compiler is zig's, whose driver reads the flags for instruction sets in its own way."""
+    return any(Path(word).stem in ("zig", "ziglang") for word in command)
+
+
+def instruction_flags(machine: str, features: Sequence[str], zig: bool) -> tuple[str, ...]:
+    """What tells a compiler to use these instruction sets beyond the architecture's least, and no others."""
+    if zig:  # left to itself, it compiles for the processor at hand, and it does not know gcc's names of architectures
+        return ("+".join(["-mcpu=baseline", *features]),)
+    if machine == "aarch64":
+        return ("+".join(["-march=armv8.2-a", *features]),) if features else ()
+    return tuple(f"-m{feature}" for feature in features)
 
 
 def architecture() -> str:
@@ -71,7 +86,12 @@ def library_file(extra: Sequence[str] = ()) -> Path:
     for file in [*sorted(SOURCES.glob("*.h")), *sorted(SOURCES.glob("*.cc")), *headers]:
         key.update(file.read_bytes())
     machine = architecture()
-    key.update(repr((compiler(), FLAGS, VARIANTS[machine], tuple(extra))).encode())
+    variants = [
+        (name, [instruction_flags(machine, features, zig) for zig in (False, True)])
+        for name, features in VARIANTS[machine].items()
+    ]
+    named = [word for word in shlex.split(os.environ.get("CXX", "")) if word.startswith("-")]
+    key.update(repr((FLAGS, variants, named, tuple(extra))).encode())
     return cache_folder() / "kernels" / f"kestrel-{machine}-{key.hexdigest()[:16]}.so"
 
 
@@ -84,24 +104,36 @@ def build(extra: Sequence[str] = ()) -> Path:
     target = library_file(extra)
     if target.is_file():
         return target
+    command, machine = compiler(), architecture()
+    least = instruction_flags(machine, (), is_zig(command))  # zig's own libraries are made for the same processor
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         scratch = Path(folder)
-        include = ["-isystem", jax.ffi.include_dir()]
         jobs = [
-            (SOURCES / "variant.cc", scratch / f"{name}.o", [*flags, f"-DKESTREL_VARIANT={name}"])
-            for name, flags in VARIANTS[architecture()].items()
+            (variant_command(command, machine, name), SOURCES / "variant.cc", scratch / f"{name}.o")
+            for name in VARIANTS[machine]
         ]
-        jobs.append((SOURCES / "ffi.cc", scratch / "ffi.o", include))
-        for source, made, flags in jobs:
-            _run([*compiler(), *FLAGS, *flags, *extra, "-c", str(source), "-o", str(made)])
+        include = ["-isystem", jax.ffi.include_dir()]
+        jobs.append(([*command, *FLAGS, *least, *include], SOURCES / "ffi.cc", scratch / "ffi.o"))
+        for start, source, made in jobs:
+            _run([*start, *extra, "-c", str(source), "-o", str(made)])
         library = scratch / target.name
-        _run([*compiler(), "-shared", "-pthread", *extra, *(str(made) for _, made, _ in jobs), "-o", str(library)])
+        objects = [str(made) for _, _, made in jobs]
+        _run([*command, "-shared", "-pthread", *least, *extra, *objects, "-o", str(library)])
         library.replace(target)
     return target
 
 
+def variant_command(command: Sequence[str], machine: str, name: str) -> list[str]:
+    """How this compiler is called for a variant, but for the files."""
+    flags = instruction_flags(machine, VARIANTS[machine][name], is_zig(command))
+    return [*command, *FLAGS, *flags, f"-DKESTREL_VARIANT={name}"]
+
+
 def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:  # CXX may name anything
+        raise KernelError(f"the compiler {command[0]} cannot be run: {error.strerror}") from None
     if result.returncode:
         raise KernelError(f"the kernels do not compile: {shlex.join(command)}\n{result.stderr.strip()}")

@@ -8,7 +8,9 @@
 #include "attention.h"
 #include "products.h"
 
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
 
@@ -28,15 +30,35 @@ extern const Variant variant_dotprod;
 
 namespace {
 
+#if defined(__x86_64__)
+
+// What the processor has, and the system saves the registers of. Asked of the processor itself: the library that zig links
+// answers no to every __builtin_cpu_supports.
+struct Features {
+  bool avx2 = false, avx512vnni = false;
+
+  Features() {
+    constexpr unsigned kFirst = bit_AVX | bit_FMA | bit_F16C | bit_OSXSAVE;
+    constexpr unsigned kAvx512 = bit_AVX512F | bit_AVX512BW | bit_AVX512VL;
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & kFirst) != kFirst) return;
+    unsigned saved, unused;
+    __asm__("xgetbv" : "=a"(saved), "=d"(unused) : "c"(0));
+    constexpr unsigned kYmm = 0x06, kZmm = 0xe6;
+    if ((saved & kYmm) != kYmm || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+    avx2 = b & bit_AVX2;
+    avx512vnni = avx2 && (saved & kZmm) == kZmm && (b & kAvx512) == kAvx512 && (c & bit_AVX512VNNI);
+  }
+};
+
+#endif
+
 std::vector<const Variant*> runnable_variants() {
   std::vector<const Variant*> found;
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  if (avx2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512vnni"))
-    found.push_back(&variant_avx512vnni);
-  if (avx2) found.push_back(&variant_avx2);
+  const Features features;
+  if (features.avx512vnni) found.push_back(&variant_avx512vnni);
+  if (features.avx2) found.push_back(&variant_avx2);
 #elif defined(__aarch64__) && defined(__linux__)
   constexpr unsigned long kDotProduct = 1ul << 20;  // HWCAP_ASIMDDP
   if (getauxval(AT_HWCAP) & kDotProduct) found.push_back(&variant_dotprod);
@@ -78,6 +100,20 @@ KESTREL_EXPORT int kestrel_choose(const char* name) {
   return 0;
 }
 
+// A binding that takes so many arrays more. Of which dtype each is to be is checked where they are read, by name.
+namespace kestrel {
+
+template <size_t count, typename Binding>
+auto arrays(Binding&& binding) {
+  if constexpr (count == 1) {
+    return std::move(binding).template Arg<ffi::AnyBuffer>();
+  } else {
+    return arrays<count - 1>(std::move(binding).template Arg<ffi::AnyBuffer>());
+  }
+}
+
+}  // namespace kestrel
+
 #define KESTREL_HANDLER(name, function, binding) \
   KESTREL_EXPORT XLA_FFI_Error* name(XLA_FFI_CallFrame* frame) { \
     static auto* handler = (binding).To(function).release(); \
@@ -85,54 +121,24 @@ KESTREL_EXPORT int kestrel_choose(const char* name) {
   }
 
 KESTREL_HANDLER(kestrel_matmul, kestrel::matmul,
-                ffi::Ffi::Bind()
-                    .Ctx<ffi::ThreadPool>()
-                    .Arg<ffi::Buffer<ffi::F32>>()
-                    .Arg<ffi::Buffer<ffi::F32>>()
+                kestrel::arrays<2>(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>())
                     .RemainingArgs()
                     .RemainingRets()
                     .Attr<float>("eps"))
 
 KESTREL_HANDLER(kestrel_gated_mlp, kestrel::gated_mlp,
-                ffi::Ffi::Bind()
-                    .Ctx<ffi::ThreadPool>()
-                    .Arg<ffi::Buffer<ffi::F32>>()
-                    .Arg<ffi::Buffer<ffi::F32>>()
-                    .Arg<ffi::AnyBuffer>()
-                    .Arg<ffi::AnyBuffer>()
-                    .Arg<ffi::AnyBuffer>()
-                    .Arg<ffi::AnyBuffer>()
-                    .Arg<ffi::AnyBuffer>()
-                    .Arg<ffi::AnyBuffer>()
+                kestrel::arrays<8>(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>())
                     .Ret<ffi::Buffer<ffi::F32>>()
                     .Attr<int64_t>("intermediate")
                     .Attr<float>("eps"))
 
 KESTREL_HANDLER(kestrel_experts, kestrel::experts,
-                ffi::Ffi::Bind()
-                    .Ctx<ffi::ThreadPool>()
-                    .Arg<ffi::Buffer<ffi::F32>>()
-                    .Arg<ffi::Buffer<ffi::S32>>()
-                    .Arg<ffi::Buffer<ffi::F32>>()
-                    .Arg<ffi::AnyBuffer>()
-                    .Arg<ffi::AnyBuffer>()
-                    .Arg<ffi::AnyBuffer>()
-                    .Arg<ffi::AnyBuffer>()
+                kestrel::arrays<7>(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>())
                     .Ret<ffi::Buffer<ffi::F32>>()
                     .Attr<int64_t>("intermediate"))
 
 KESTREL_HANDLER(kestrel_attention, kestrel::attention,
-                ffi::Ffi::Bind()
-                    .Ctx<ffi::ThreadPool>()
-                    .Arg<ffi::Buffer<ffi::F32>>()
-                    .Arg<ffi::Buffer<ffi::F32>>()
-                    .Arg<ffi::Buffer<ffi::F32>>()
-                    .Arg<ffi::Buffer<ffi::F32>>()
-                    .Arg<ffi::Buffer<ffi::F32>>()
-                    .Arg<ffi::Buffer<ffi::F32>>()
-                    .Arg<ffi::Buffer<ffi::F32>>()
-                    .Arg<ffi::Buffer<ffi::S32>>()
-                    .Arg<ffi::Buffer<ffi::S32>>()
+                kestrel::arrays<9>(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>())
                     .RemainingArgs()
                     .Ret<ffi::Buffer<ffi::F32>>()
                     .RemainingRets()

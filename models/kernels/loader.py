@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 import warnings
+from pathlib import Path
 
 import jax
 
@@ -48,13 +50,24 @@ def active_variant() -> str | None:
 
 @functools.cache
 def _load() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(build()))
+    library = ctypes.CDLL(str(_file()))
     library.kestrel_variants.restype = ctypes.c_char_p
     if library.kestrel_version() != VERSION:
         raise KernelError(f"the kernels have version {library.kestrel_version()}, wanted is {VERSION}")
     for target in TARGETS:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
     return library
+
+
+@functools.cache
+def _file() -> Path:
+    return Path(build())
+
+
+@functools.cache
+def library_hash() -> str:
+    """What tells the compiled kernels in use from those of other sources, flags or compilers."""
+    return hashlib.sha256(_file().read_bytes()).hexdigest()
 
 
 def choose_variant(name: str) -> None:

@@ -55,12 +55,12 @@ inline std::vector<float*> row_starts(float* first, int64_t rows, int64_t width)
   return starts;
 }
 
-inline void check_rows(Check& check, const ffi::Buffer<ffi::F32>& x) {
+inline const float* read_rows(Check& check, const ffi::AnyBuffer& x) {
   check.that(x.dimensions().size() == 2, "x has shape " + shown(x.dimensions()) + ", wanted is [rows, inputs]");
-  check.aligned("x", x, alignof(float));
+  return check.floats("x", x);
 }
 
-inline Product read_product(Check& check, size_t index, const ffi::Buffer<ffi::F32>& x, const ffi::RemainingArgs& weights,
+inline Product read_product(Check& check, size_t index, const ffi::AnyBuffer& x, const ffi::RemainingArgs& weights,
                             const ffi::RemainingRets& results) {
   const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1];
   const std::string number = std::to_string(index);
@@ -77,10 +77,10 @@ inline Product read_product(Check& check, size_t index, const ffi::Buffer<ffi::F
   return {read, Pieces(read), row_starts((*result)->typed_data(), rows, shape[1])};
 }
 
-inline ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> norm,
-                         ffi::RemainingArgs weights, ffi::RemainingRets results, float eps) {
+inline ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer norm, ffi::RemainingArgs weights,
+                         ffi::RemainingRets results, float eps) {
   Check check;
-  check_rows(check, x);
+  const float* floats = read_rows(check, x);
   check.that(weights.size() == 2 * results.size() && results.size() > 0, "every result needs a weight and its scale");
   if (check.failed()) return check.error();
   const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1];
@@ -96,7 +96,7 @@ inline ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buf
   if (check.failed()) return check.error();
 
   scratch.reserve(Activations::room(rows, inputs));
-  const Activations activations(rows, inputs, x.typed_data(), own_norm, quantised);
+  const Activations activations(rows, inputs, floats, own_norm, quantised);
   activations.prepare_all(pool);
   const std::vector<Row> own = activations.all_rows();
   parallel_for(pool, pieces, [&](int64_t piece) {
@@ -110,12 +110,12 @@ inline ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buf
 
 // Gated MLP: y = down(silu(gate(x)) * up(x)), x normed first
 
-inline ffi::Error gated_mlp(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> norm,
-                            ffi::AnyBuffer gate, ffi::AnyBuffer gate_scale, ffi::AnyBuffer up, ffi::AnyBuffer up_scale,
+inline ffi::Error gated_mlp(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer norm, ffi::AnyBuffer gate,
+                            ffi::AnyBuffer gate_scale, ffi::AnyBuffer up, ffi::AnyBuffer up_scale,
                             ffi::AnyBuffer down, ffi::AnyBuffer down_scale, ffi::Result<ffi::Buffer<ffi::F32>> y,
                             int64_t intermediate, float eps) {
   Check check;
-  check_rows(check, x);
+  const float* floats = read_rows(check, x);
   check.that(intermediate > 0, "intermediate should be positive");
   if (check.failed()) return check.error();
   const int64_t rows = x.dimensions()[0], hidden = x.dimensions()[1];
@@ -128,7 +128,7 @@ inline ffi::Error gated_mlp(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::
 
   scratch.reserve(Activations::room(rows, hidden) + Activations::room(rows, intermediate) +
                   2 * Scratch::room(rows * intermediate * sizeof(float)));
-  const Activations activations(rows, hidden, x.typed_data(), own_norm, gating.quantised() || widen.quantised());
+  const Activations activations(rows, hidden, floats, own_norm, gating.quantised() || widen.quantised());
   const auto gates = row_starts(scratch.take<float>(rows * intermediate), rows, intermediate);
   float* wide = scratch.take<float>(rows * intermediate);
   const auto wide_rows = row_starts(wide, rows, intermediate);
@@ -156,12 +156,14 @@ inline ffi::Error gated_mlp(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::
 
 // Mixture of experts: for every token the sum over its experts of share * down(silu(gate(x)) * up(x))
 
-inline ffi::Error experts(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> ids,
-                          ffi::Buffer<ffi::F32> shares, ffi::AnyBuffer gate_up, ffi::AnyBuffer gate_up_scale,
+inline ffi::Error experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer ids, ffi::AnyBuffer shares,
+                          ffi::AnyBuffer gate_up, ffi::AnyBuffer gate_up_scale,
                           ffi::AnyBuffer down, ffi::AnyBuffer down_scale, ffi::Result<ffi::Buffer<ffi::F32>> y,
                           int64_t intermediate) {
   Check check;
-  check.that(x.dimensions().size() == 2, "x has shape " + shown(x.dimensions()) + ", wanted is [tokens, hidden]");
+  const float* floats = read_rows(check, x);
+  const int32_t* wanted = check.integers("ids", ids);
+  const float* share = check.floats("shares", shares);
   check.that(ids.dimensions().size() == 2, "ids has shape " + shown(ids.dimensions()) + ", wanted is [tokens, top_k]");
   check.that(intermediate > 0, "intermediate should be positive");
   if (check.failed()) return check.error();
@@ -178,7 +180,7 @@ inline ffi::Error experts(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Bu
   const int64_t pairs = tokens * top_k;  // pair = token * top_k + place among the token's experts
   std::vector<std::vector<int64_t>> chosen_by(widen.matrices);
   for (int64_t pair = 0; pair < pairs; ++pair) {
-    const int32_t expert = ids.typed_data()[pair];
+    const int32_t expert = wanted[pair];
     if (expert < 0 || expert >= widen.matrices)
       return ffi::Error::InvalidArgument("ids: token " + std::to_string(pair / top_k) + " wants expert " +
                                          std::to_string(expert) + " of " + std::to_string(widen.matrices));
@@ -194,7 +196,7 @@ inline ffi::Error experts(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Bu
   float* wide = scratch.take<float>(pairs * 2 * intermediate);
   float* gated = scratch.take<float>(pairs * intermediate);
   float* outputs = scratch.take<float>(pairs * hidden);
-  const Activations inputs(tokens, hidden, x.typed_data(), Norm{}, widen.quantised());
+  const Activations inputs(tokens, hidden, floats, Norm{}, widen.quantised());
   const Activations middle(pairs, intermediate, gated, Norm{}, narrow.quantised());
 
   const auto multiply_used = [&](const Weight& weight, const auto& row_of, float* results) {
@@ -225,7 +227,7 @@ inline ffi::Error experts(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Bu
     float* sum = y->typed_data() + token * hidden;
     std::fill(sum, sum + hidden, 0.0f);
     for (int64_t pair = token * top_k; pair < (token + 1) * top_k; ++pair)
-      for (int64_t i = 0; i < hidden; ++i) sum[i] += shares.typed_data()[pair] * outputs[pair * hidden + i];
+      for (int64_t i = 0; i < hidden; ++i) sum[i] += share[pair] * outputs[pair * hidden + i];
   });
   return ffi::Error::Success();
 }

@@ -162,6 +162,40 @@ def test_settings_of_the_template_stay_text_too():
     assert segments == [Segment("<|im_end|>", False), Segment("<|im_end|>", True)]
 
 
+NAMING = "{{ bos_token }}{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}{{ pad_token }}"
+NAMED = {
+    "bos_token": None,
+    "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "lstrip": False, "special": True},
+    "pad_token": "<|endoftext|>",
+    "add_bos_token": False,
+    "extra_special_tokens": {"image_token": "<|image_pad|>"},
+}
+
+
+def test_tokens_that_a_template_knows_by_name_are_tokens(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(NAMED))
+    (tmp_path / "chat_template.jinja").write_text(NAMING + "{{ image_token }}{{ add_bos_token }}")
+    template = ChatTemplate.from_folder(tmp_path)
+    template.check_special_tokens(TOKENS)
+    assert template.render(user(ATTACK), TOKENS) == [
+        Segment(ATTACK, False),
+        *(Segment(token, True) for token in ("<|im_end|>", "<|endoftext|>", "<|image_pad|>")),
+    ]
+
+
+def test_nobody_but_the_folder_says_what_a_named_token_is(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(NAMED | {"chat_template": NAMING}))
+    segments = ChatTemplate.from_folder(tmp_path).render(user("x"), TOKENS, eos_token="<|im_start|>")
+    assert segments == [Segment("x<|im_start|>", False), Segment("<|endoftext|>", True)]
+
+
+def test_a_named_token_that_the_vocabulary_lacks_is_refused(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(NAMED | {"pad_token": "</s>", "unk_token": "<unk>"}))
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": NAMING}))
+    with pytest.raises(CheckpointError, match=r"chat_template\.json.*pad_token.*'</s>'"):
+        ChatTemplate.from_folder(tmp_path).check_special_tokens(TOKENS)
+
+
 def test_thoughts_of_earlier_answers_reach_the_template():
     history = [*user("a"), {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"}, *user("b")]
     assert "<|im_start|>assistant\nyes<|im_end|>" in render(THINKING, history)

@@ -174,15 +174,30 @@ def test_index_that_leaves_the_folder(sharded, shard):
     assert "'norm.weight'" in message
 
 
+def assert_names_shard_and_tensor(folder: Path) -> None:
+    """The refusal of the second shard names it, and the first tensor that the index expects in it."""
+    message = refusal(folder)
+    assert str(folder / SHARDS[1]) in message
+    assert "'norm.weight'" in message
+
+
 def test_missing_shard(sharded):
     (sharded / SHARDS[1]).unlink()
-    assert str(sharded / SHARDS[1]) in refusal(sharded)
+    assert_names_shard_and_tensor(sharded)
 
 
 def test_shard_that_is_a_folder(sharded):
     (sharded / SHARDS[1]).unlink()
     (sharded / SHARDS[1]).mkdir()
-    assert str(sharded / SHARDS[1]) in refusal(sharded)
+    assert_names_shard_and_tensor(sharded)
+
+
+@pytest.mark.parametrize(
+    "content", [b"version https://git-lfs.github.com/spec/v1\n", b"GGUF" + b"\xff" * 100, b"\x07" + b"\0" * 7 + b"{"]
+)
+def test_shard_that_is_no_safetensors_file(sharded, content):
+    (sharded / SHARDS[1]).write_bytes(content)
+    assert_names_shard_and_tensor(sharded)
 
 
 @pytest.mark.parametrize("removed", [1, 12, 22])
@@ -198,7 +213,7 @@ def test_data_cut_off(sharded, removed):
 def test_header_cut_off(sharded, kept):
     path = sharded / SHARDS[1]
     path.write_bytes(path.read_bytes()[:kept])
-    assert str(path) in refusal(sharded)
+    assert_names_shard_and_tensor(sharded)
 
 
 def test_trailing_bytes(single):

@@ -34,6 +34,29 @@ def test_yarn_and_mrope_together(vl_values):
     assert frequencies[-1] == pytest.approx(5e6 ** (-14 / 16) / 4, rel=1e-5)
 
 
+def test_yarn_makes_the_context_longer(moe_values):
+    values = moe_values | {"max_position_embeddings": 40960}
+    assert parse_config(values).text.longest_context == 40960
+    for original, factor, longest in ((32768, 4.0, 131072), (32768, 1.1, 40960), (1000, 41.0005, 41000)):
+        scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        assert parse_config(values | {"rope_scaling": scaling}).text.longest_context == longest
+
+
+def test_a_missing_head_size_is_that_of_transformers(moe_values, vl_values):
+    """128 for dense models; the mixtures share the hidden size among the heads."""
+    del moe_values["head_dim"], vl_values["text_config"]["head_dim"]
+    scaling = {"mrope_interleaved": True, "mrope_section": [24, 20, 20]}
+    vl_values["text_config"]["rope_scaling"] = scaling
+    assert parse_config(moe_values | {"model_type": "qwen3"}).text.head_dim == 128
+    assert parse_config(vl_values).text.head_dim == 128
+    assert parse_config(moe_values).text.head_dim == 32 // 4
+    vl_values["model_type"] = "qwen3_vl_moe"
+    mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    scaling = scaling | {"mrope_section": [2, 1, 1]}
+    vl_values["text_config"] |= mixture | {"model_type": "qwen3_vl_moe_text", "rope_scaling": scaling}
+    assert parse_config(vl_values).text.head_dim == 32 // 4
+
+
 def test_theta_comes_from_the_file_only(moe_values):
     del moe_values["rope_theta"]
     with pytest.raises(ConfigError, match="'rope_theta' is missing"):

@@ -12,8 +12,9 @@ from PIL import Image
 
 import models
 from models import CheckpointError, ConfigError, ContextLengthError, PromptError, SamplingParams
+from models.config import parse_config
 from models.generate import main
-from models.model import PRETRAINED
+from models.model import PRETRAINED, _context, _end_tokens
 
 IDS_ONLY = Path(__file__).parents[1] / "references" / "parity" / "dense_tied"
 
@@ -76,6 +77,40 @@ def test_logits_are_those_the_steps_chose_from(tiny):
     grown = np.concatenate([ids, [step.token_id for step in steps]])
     logits = tiny.logits(grown)[len(ids) - 1 : -1]
     assert logits.argmax(axis=1).tolist() == [step.token_id for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"),
+    [
+        ({"eos_token_id": [5, 6]}, {"eos_token_id": 7}, {5, 6}),
+        ({}, {"eos_token_id": 7, "text_config": {"eos_token_id": 8}}, {7}),
+        (None, {"eos_token_id": None, "text_config": {"eos_token_id": 8}}, {8}),
+        (None, {"text_config": {"eos_token_id": [8, 9]}}, {8, 9}),
+        (None, {"text_config": {}}, set()),
+    ],
+)
+def test_the_end_is_found_wherever_a_checkpoint_states_it(tmp_path, generation, config, ends):
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert _end_tokens(tmp_path) == ends
+
+
+def test_a_context_that_yarn_reaches_is_taken(moe_values):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    config = parse_config(moe_values | {"max_position_embeddings": 40960, "rope_scaling": yarn})
+    assert _context(config, 131072) == 131072
+    with pytest.raises(ConfigError, match=r"must lie in 2\.\.131072"):
+        _context(config, 131073)
+
+
+def test_a_template_that_writes_an_unknown_token_is_refused(tmp_path):
+    folder = shutil.copytree(PRETRAINED / "tiny-vl", tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}{{ eos_token }}")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "</s>"}))
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja.*eos_token.*'</s>'"):
+        models.load(folder)
 
 
 def test_ignoring_the_end_goes_on(tiny):

@@ -12,6 +12,7 @@ from flax import nnx
 
 import models
 from experiments.parity import CASES, read_reference
+from experiments.tiny_pictures import EXAMPLE
 from models.convert import convert
 from models.errors import CheckpointError, ConfigError
 from models.layers import Embedding, Linear
@@ -27,8 +28,17 @@ QUESTIONS = (
 )
 
 
-def answers(model: models.LoadedModel) -> list[str]:
-    return ["".join(step.text for step in model.generate(question)) for question in QUESTIONS]
+# Whose answers leave no choice, so that coarse weights cannot tip it.
+CLEAR_QUESTIONS = ("从1数到20", "Count from 1 to 9", "Hello!")
+PICTURE_QUESTION = "What is in this picture?"
+
+
+def answers(model: models.LoadedModel, questions: tuple[str, ...] = QUESTIONS) -> list[str]:
+    """The answers to the questions and, of a model that sees, to one about a picture."""
+    told = ["".join(step.text for step in model.generate(question)) for question in questions]
+    if model.config.vision is not None:
+        told.append("".join(step.text for step in model.generate(PICTURE_QUESTION, images=[EXAMPLE.draw()])))
+    return told
 
 
 @pytest.fixture(scope="module", params=["tiny-vl", "tiny-moe"])
@@ -99,6 +109,13 @@ def test_a_converted_tensor_of_another_type_is_named(converted, tmp_path):
 @pytest.mark.parametrize("quant", ["q8", "q4-head-q8"])
 def test_the_default_models_answer_the_same_quantised(name, quant):
     assert answers(models.load(name, quant=quant)) == answers(models.load(name))
+
+
+@pytest.mark.parametrize("name", ["tiny-vl", "tiny-moe"])
+def test_the_default_models_answer_clear_questions_the_same_in_four_bits(name):
+    quantised, floats = (answers(models.load(name, quant=quant), CLEAR_QUESTIONS) for quant in ("q4", None))
+    assert quantised == floats
+    assert all(quantised)
 
 
 @pytest.mark.parametrize("kv", ["bfloat16", "int8"])

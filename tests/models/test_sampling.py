@@ -222,3 +222,20 @@ def test_a_row_is_sampled_in_a_batch_as_alone_to_the_last_bit(vocab):
         for row, own in zip(range(0, size, 5), alone, strict=False):
             for one, shared in zip(jax.tree.leaves(own), jax.tree.leaves(together), strict=True):
                 np.testing.assert_array_equal(one[0], shared[row])
+
+
+def test_tiny_values_do_what_small_ones_do():
+    """In float32 a division by 1e-38 overflows, and 1e-46 is nothing."""
+    logits = np.array([[1.0, 90.0, 2.0, 3.0]])
+    bounded = [draw(logits, SamplingParams(temperature=value, seed=3), steps=4)[0] for value in (1e-4, 1e-38, 1e-46)]
+    assert all((tokens == 1).all() for tokens in bounded)
+    drawn = SamplingParams(temperature=1.0, top_p=1e-46, seed=3)
+    assert draw(logits, drawn, steps=4)[0].tolist() == [[1]] * 4
+    for penalty in (1e-6, 1e-46):
+        repeated = SamplingParams(repetition_penalty=penalty)
+        assert draw(-logits, repeated, prompts=[np.array([1])])[0].tolist() == [[1]]
+
+
+def test_top_k_of_more_than_any_vocabulary_is_refused():
+    with pytest.raises(ConfigError, match="top_k must be in"):
+        SamplingParams(top_k=2**31)

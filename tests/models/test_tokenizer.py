@@ -2,6 +2,8 @@
 
 import json
 import re
+import threading
+import time
 
 import pytest
 import tokenizers
@@ -101,6 +103,16 @@ def test_truncation_and_template_of_the_file_do_not_touch_text():
     }
     tokenizer = Tokenizer(json.dumps(definition), "test")
     assert tokenizer.encode_text("abcdefgh") == TOKENIZER.encode_text("abcdefgh")
+
+
+def test_other_threads_run_while_a_long_text_is_encoded():
+    encoding = threading.Thread(target=TOKENIZER.encode_text, args=("The quick brown fox jumps. " * 20_000,))
+    encoding.start()
+    moments = 0
+    while encoding.is_alive():
+        time.sleep(0.001)
+        moments += 1
+    assert moments > 10
 
 
 def test_reads_a_folder(tmp_path):

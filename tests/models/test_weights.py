@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from models.errors import CheckpointError, ConfigError
 from models.network import Network
 from models.switches import Switches
 from models.weights import load_network, published_name, random_network, save_weights
+from tests.models.test_convert import hollow_checkpoint
 
 UP = "model.layers.1.mlp.up_proj.weight"
 EXPERT = "model.layers.2.mlp.experts.5.down_proj.weight"
@@ -212,3 +215,31 @@ def test_saved_weights_read_back(case, tmp_path):
     assert {name: saved.shape(name) for name in saved.names()} == {
         name: published.shape(name) for name in published.names()
     }
+
+
+# Loads a small model first, so that what every load takes is there already.
+MEASURE = """
+import sys
+import models
+from tests.models.peak_memory import forget_peak, peak_bytes
+small, folder, quant = sys.argv[1:]
+models.load(small, quant=quant or None)
+forget_peak()
+before = peak_bytes()
+model = models.load(folder, quant=quant or None)
+print(peak_bytes() - before)
+"""
+
+
+@pytest.mark.parametrize(("quant", "bits"), [("", 32), ("q8", 8.5)])
+def test_loading_holds_little_more_than_the_weights(tmp_path, quant, bits):
+    """Twelve matrices of 4 Mi values, stored in bfloat16 and kept in another form: what loading needs beside those
+    that stay is what becomes of one tensor on its way, as float32 and as stored, and not that of all."""
+    config = Checkpoint.open(CASES / "dense_tied").config
+    width = {"hidden_size": 512, "intermediate_size": 8192, "num_hidden_layers": 4, "vocab_size": 512}
+    folder = hollow_checkpoint(tmp_path / "wide", config | width, np.dtype(ml_dtypes.bfloat16))
+    values = sum(np.prod(stored.shape) for stored in Checkpoint.open(folder).tensors.values())
+    command = [sys.executable, "-c", MEASURE, str(CASES / "dense_tied"), str(folder), quant]
+    grown = int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    kept, matrix = int(values * bits / 8), 4 << 20
+    assert kept / 2 < grown < kept + 10 * matrix + (24 << 20)

@@ -30,6 +30,13 @@ def ones(*shape):
     return np.ones(shape, np.float32)
 
 
+def assert_rows_stand_alone(function):
+    """`function` of a slice of 32 rows gives each row, bit for bit, what it gives for that row alone."""
+    alone = np.concatenate([function(slice(row, row + 1)) for row in range(32)])
+    for rows in range(1, 33):
+        np.testing.assert_array_equal(function(slice(rows)), alone[:rows])
+
+
 def matmul(x, weights, outputs, norm=None):
     """The product without a norm, where a test does not care for one."""
     return products(x, ops.no_norm() if norm is None else norm, weights, outputs)
@@ -66,9 +73,41 @@ def test_rows_of_a_matmul_do_not_depend_on_each_other(variant, format):
     random = np.random.default_rng(2)
     weight = random_weight(random, format, 72, 160)
     x = random_rows(random, 32, 160)
-    alone = np.concatenate([matmul(x[row : row + 1], [weight], [72])[0] for row in range(32)])
-    for rows in range(1, 33):
-        np.testing.assert_array_equal(matmul(x[:rows], [weight], [72])[0], alone[:rows])
+    assert_rows_stand_alone(lambda rows: matmul(x[rows], [weight], [72])[0])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_of_a_gated_mlp_do_not_depend_on_each_other(variant, format):
+    random = np.random.default_rng(20)
+    gate, up = (random_weight(random, format, 72, 96) for _ in range(2))
+    down = random_weight(random, format, 96, 72)
+    norm = (random.uniform(0.5, 2, 96).astype(np.float32), 1e-6)
+    x = random_rows(random, 32, 96)
+    assert_rows_stand_alone(lambda rows: gated_mlp(x[rows], norm, gate, up, down, 72))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_tokens_of_the_experts_do_not_depend_on_each_other(variant, format):
+    random = np.random.default_rng(21)
+    gate_up, down = random_weight(random, format, 80, 64, (6,)), random_weight(random, format, 64, 40, (6,))
+    x = random_rows(random, 32, 64) / 8
+    ids = np.array([random.permutation(6)[:3] for _ in range(32)], np.int32)
+    shares = random.uniform(size=(32, 3)).astype(np.float32)
+    assert_rows_stand_alone(lambda rows: experts(x[rows], ids[rows], shares[rows], gate_up, down, 40))
+
+
+@pytest.mark.parametrize("dtype", CACHE_TYPES)
+def test_rows_of_attention_do_not_depend_on_each_other(variant, dtype):
+    random = np.random.default_rng(22)
+    layer = random_cache(random, dtype, (32, 2, 300, 32))
+    queries, keys, values, norms, rotation = new_tokens(random, 32, 1, 6, 2, 32)
+    first, slots = random.integers(0, 300, 32, np.int32), random.permutation(32)
+
+    def attended(rows):
+        fresh = (queries[rows], keys[rows], values[rows], norms, [part[rows] for part in rotation])
+        return attend(fresh, first[rows], layer, slots[rows])[0]
+
+    assert_rows_stand_alone(attended)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -282,6 +321,7 @@ def matmul_fault(**changed):
     ("changed", "named"),
     [
         ({"x": zeros(2, 2, 64)}, "x has shape"),
+        ({"x": np.zeros((2, 64), np.float16)}, "x should be float32"),
         ({"x": zeros(2, 96)}, r"weight 0 has shape \[2, 2, 128\], wanted is \[2, 3, 128\]"),
         ({"outputs": 17}, "weight 0 has shape"),
         ({"weight": np.zeros((2, 2, 128), np.uint16)}, "weight 0 should be uint8"),
@@ -309,6 +349,29 @@ def test_a_norm_of_another_size_is_named():
         products(zeros(2, 64), (ones(63), 1e-6), [Q4_WEIGHT], [16])
 
 
+def test_a_norm_of_another_dtype_is_named():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="norm should be float32"):
+        products(zeros(2, 64), (np.ones(64, np.float16), 1e-6), [Q4_WEIGHT], [16])
+
+
+@pytest.mark.parametrize(
+    ("index", "dtype", "named"),
+    [
+        (0, np.float16, "x should be float32"),
+        (1, np.float32, "ids should be int32"),
+        (1, np.int8, "ids should be int32"),
+        (2, np.int32, "shares should be float32"),
+    ],
+)
+def test_an_argument_of_another_dtype_of_experts_is_named(index, dtype, named):
+    random = np.random.default_rng(10)
+    gate_up, down = random_weight(random, "q4", 64, 32, (4,)), random_weight(random, "q4", 32, 32, (4,))
+    tokens = [zeros(2, 32), np.zeros((2, 2), np.int32), zeros(2, 2)]
+    tokens[index] = tokens[index].astype(dtype)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=named):
+        experts(*tokens, gate_up, down, 32)
+
+
 @pytest.mark.parametrize(
     ("index", "weight", "named"),
     [
@@ -322,6 +385,12 @@ def test_a_wrong_weight_of_the_gated_mlp_is_named(index, weight, named):
     weights[index] = weight
     with pytest.raises(jax.errors.JaxRuntimeError, match=named):
         gated_mlp(zeros(2, 64), ops.no_norm(), *weights, 16)
+
+
+def test_an_argument_of_another_dtype_of_the_gated_mlp_is_named():
+    weights = [Q4_WEIGHT, Q4_WEIGHT, (zeros(64, 16), ops.no_scale())]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="x should be float32"):
+        gated_mlp(np.zeros((2, 64), np.int8), ops.no_norm(), *weights, 16)
 
 
 @pytest.mark.parametrize(
@@ -350,6 +419,13 @@ def test_a_wrong_cache_is_named(first, keys, values, named):
         ({3: ((ones(32), 1e-6), (ones(31), 1e-6))}, r"key_norm has shape \[31\]"),
         ({4: (ones(1, 1, 15), ones(1, 1, 16))}, "cos has shape"),
         ({4: (ones(1, 1, 16), ones(1, 1, 15))}, "sin has shape"),
+        ({0: np.zeros((1, 1, 4, 32), np.float16)}, "queries should be float32"),
+        ({1: np.zeros((1, 1, 2, 32), np.float16)}, "keys should be float32"),
+        ({2: np.zeros((1, 1, 2, 32), np.int8)}, "values should be float32"),
+        ({3: ((np.ones(32, np.float16), 1e-6), (ones(32), 1e-6))}, "query_norm should be float32"),
+        ({3: ((ones(32), 1e-6), (np.ones(32, np.float16), 1e-6))}, "key_norm should be float32"),
+        ({4: (np.ones((1, 1, 16), np.float16), ones(1, 1, 16))}, "cos should be float32"),
+        ({4: (ones(1, 1, 16), np.ones((1, 1, 16), np.float16))}, "sin should be float32"),
     ],
 )
 def test_a_wrong_argument_of_attention_is_named(changed, named):
@@ -359,6 +435,16 @@ def test_a_wrong_argument_of_attention_is_named(changed, named):
     layer = LayerCache(zeros(1, 2, 8, 32), zeros(1, 2, 8, 32))
     with pytest.raises(jax.errors.JaxRuntimeError, match=named):
         attend(fresh, np.array([0], np.int32), layer)
+
+
+@pytest.mark.parametrize(
+    ("first", "slots", "named"), [("f", "i", "first should be int32"), ("i", "f", "slots should be int32")]
+)
+def test_places_that_are_no_integers_are_named(first, slots, named):
+    fresh = new_tokens(np.random.default_rng(17), 1, 1, 4, 2, 32)
+    layer = LayerCache(zeros(1, 2, 8, 32), zeros(1, 2, 8, 32))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=named):
+        cached_attention(*fresh, np.zeros(1, slots + "4"), np.zeros(1, first + "4"), layer)
 
 
 def test_a_slot_that_does_not_exist_is_named():
