@@ -15,6 +15,7 @@ from typing import Any
 
 import models
 from models.disk_cache import open_folder
+from models.freed_memory import keep_freed_memory
 from serving import request_log
 from serving.access import is_loopback
 from serving.app import create_app
@@ -70,12 +71,14 @@ async def run(settings: Settings, bound: socket.socket) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    listener = Listener(create_app(engine, settings), bound, settings)
+    listener = Listener(create_app(engine, settings), bound, settings, engine.metrics)
     await listener.start()
     await _first(engine.asked_to_stop.wait(), _announce(engine, settings))
+    end = time.monotonic() + settings.drain_timeout
     await _first(engine.drain(settings.drain_timeout), hurried.wait())
     engine.stop()
-    await listener.close(0 if hurried.is_set() else CLOSING_SECONDS)
+    await _first(listener.finish(max(CLOSING_SECONDS, end - time.monotonic())), hurried.wait())
+    await listener.close()
     await _first(engine.written(), hurried.wait(), asyncio.sleep(WRITING_SECONDS))
     return 1 if engine.state == "error" else 0
 
@@ -102,6 +105,7 @@ async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
 def main() -> int:
     """Runs the command; 2 is the exit status of a setting that the user can put right."""
     settings = parse_settings()
+    keep_freed_memory()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     request_log.write_to_stderr()
     try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -143,14 +144,48 @@ def prepare(model: LoadedModel, request: ChatRequest, *, metrics: bool = False) 
     Raises:
         ApiError: 400 for a conversation, picture or schema that cannot be used, or a prompt longer than the context.
     """
+    with _named_as_sent(request):
+        sampling = checked_sampling(request, model)
+        read = _read(model, request)
+        prompt, in_reasoning = read.prompt, read.in_reasoning
+        room = model.max_context - len(prompt.token_ids)
+        limit = min(request.limit or room, room)
+        grammar = compile_answer_grammar(model, request, in_reasoning=in_reasoning)
+        work = [Work(prompt, limit, request.stops, seeded(sampling, index), grammar) for index in range(request.n or 1)]
+        matched = _matched(request.context_tokens, prompt)
+        last_user_tokens = _last_user_tokens(model.tokenizer, read.messages) if metrics else 0
+        return Prepared(work, in_reasoning, last_user_tokens, matched)
+
+
+def prompt_of(model: LoadedModel, request: ChatRequest) -> Prompt:
+    """The prompt of a request, whose answer is of no interest.
+
+    Raises:
+        ApiError: as `prepare`, but schemas are not looked at.
+    """
+    with _named_as_sent(request):
+        return _read(model, request).prompt
+
+
+@contextmanager
+def _named_as_sent(request: ChatRequest) -> Iterator[None]:
+    """Has errors name the fields as the client sent them."""
     try:
-        return _prepare(model, request, metrics)
+        yield
     except ApiError as error:
         raise request.as_sent(error) from None
 
 
-def _prepare(model: LoadedModel, request: ChatRequest, metrics: bool) -> Prepared:
-    sampling = checked_sampling(request, model)
+@dataclass
+class _Read:
+    """A conversation as the model sees it; `in_reasoning` tells that the end of the prompt has begun a reasoning."""
+
+    messages: list[dict[str, Any]]
+    prompt: Prompt
+    in_reasoning: bool
+
+
+def _read(model: LoadedModel, request: ChatRequest) -> _Read:
     with prompt_errors("messages"):
         if request.callable_tools and not model.takes_tools:
             raise bad_request("the chat template of this model has no place for 'tools'", "tools")
@@ -161,13 +196,7 @@ def _prepare(model: LoadedModel, request: ChatRequest, metrics: bool) -> Prepare
         _check_opening(request, in_reasoning)
         prompt = _opened(prompt, request, model.tokenizer)
         check_room(len(prompt.token_ids), model.max_context)
-    room = model.max_context - len(prompt.token_ids)
-    limit = min(request.limit or room, room)
-    grammar = compile_answer_grammar(model, request, in_reasoning=in_reasoning)
-    work = [Work(prompt, limit, request.stops, seeded(sampling, index), grammar) for index in range(request.n or 1)]
-    matched = _matched(request.context_tokens, prompt)
-    last_user_tokens = _last_user_tokens(model.tokenizer, messages) if metrics else 0
-    return Prepared(work, in_reasoning, last_user_tokens, matched)
+    return _Read(messages, prompt, in_reasoning)
 
 
 def _matched(ids: list[int] | None, prompt: Prompt) -> int | None:

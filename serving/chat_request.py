@@ -89,9 +89,9 @@ class ChatRequest(GenerationRequest):
     @property
     def kept_messages(self) -> list[tuple[int, Message]]:
         """The messages that `context_mode` lets the model see, with their places in the request: all of them, or the
-        first system message and the last one or several."""
-        messages = list(enumerate(self.messages))
-        if self.context_mode in (None, "full"):
+        first system message and the last one or several. An answer that the client has begun is none of them."""
+        messages = list(enumerate(self.messages[:-1] if self.begun_answer else self.messages))
+        if self.context_mode in (None, "full") or not messages:
             return messages
         window = messages[-int(CONTEXT_MODE.fullmatch(self.context_mode)[1] or 1) :]
         system = next((entry for entry in messages if entry[1].role in ("system", "developer")), window[0])

@@ -138,8 +138,9 @@ class Text:
         steps, self.unreported = replies.shown(self.unreported, self.tokenizer), []
         entries: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for step in steps:
-            told = [(step.token_id, step.logprob), *step.top_logprobs]
-            best = {replies.token_text(token, self.tokenizer): replies.finite(logprob) for token, logprob in told}
+            best: dict[str, float] = {}
+            for token, logprob in [(step.token_id, step.logprob), *step.top_logprobs]:  # different ones may look alike
+                best.setdefault(replies.token_text(token, self.tokenizer), replies.finite(logprob))
             entries["tokens"].append(replies.token_text(step.token_id, self.tokenizer))
             entries["token_logprobs"].append(replies.finite(step.logprob))
             entries["top_logprobs"].append(best)

@@ -10,7 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import fcntl
 import json
+import sys
+import termios
 from collections.abc import Callable
 from dataclasses import replace
 from http import HTTPStatus
@@ -86,6 +89,8 @@ class _Http1(H11Protocol):
     """Says what is wrong with a request as JSON too, and speaks HTTP/1 only: one connection with many streams would
     pass by the limits that hold per connection. The connection ends with what it refuses."""
 
+    on_refusal: Callable[[ApiError], None]
+
     @property
     def awaits_body(self) -> bool:
         """Whether the client may still be sending what nobody will read."""
@@ -130,6 +135,7 @@ class _Http1(H11Protocol):
         body = json.dumps(error.body).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         headers += [(b"connection", b"close"), *self.config.response_headers("h11")]
+        self.on_refusal(error)
         await self._send_h11_event(h11.Response(status_code=error.status, headers=headers))
         await self._send_h11_event(h11.Data(data=body))
         await self._send_h11_event(h11.EndOfMessage())
@@ -174,6 +180,7 @@ class Connection:
         limits: Settings,
         reader: Reader,
         writer: asyncio.StreamWriter,
+        on_refusal: Callable[[ApiError], None],
     ) -> None:
         self._app = app
         self._config = config
@@ -181,6 +188,7 @@ class Connection:
         self._limits = limits
         self._reader = reader
         self._writer = writer
+        self._on_refusal = on_refusal
         self._writing = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
         # Timers that are cancelled stay with the loop for a while; in this context they hold no request.
@@ -188,6 +196,7 @@ class Connection:
         self._idle = True  # no request has come, or the last one has been answered
         self._head_begun = False
         self._expired = False
+        self._written = 0
 
     async def run(self) -> None:
         """Serves; returns when the connection is closed."""
@@ -208,11 +217,21 @@ class Connection:
                     parse_socket_addr(family, server),
                     self._send,
                 )
+                self._protocol.on_refusal = self._on_refusal
                 self._reader.answering = self._protocol.answering
                 self._allow(self._limits.header_timeout)
                 await self._read()
         finally:
             await self._close()
+
+    @property
+    def taken(self) -> int:
+        """How many bytes of answers have reached the client."""
+        waiting = bytearray(4)
+        with contextlib.suppress(OSError, ValueError):  # not Linux, or closed
+            fcntl.ioctl(self._writer.get_extra_info("socket").fileno(), termios.TIOCOUTQ, waiting)
+        kernel = int.from_bytes(waiting, sys.byteorder)
+        return self._written - self._writer.transport.get_write_buffer_size() - kernel
 
     def close_if_idle(self) -> None:
         """Ends the connection unless a request is under way."""
@@ -257,6 +276,7 @@ class Connection:
         if isinstance(event, RawData):
             try:
                 async with self._writing:
+                    self._written += len(event.data)
                     self._writer.write(event.data)
                     await self._writer.drain()
             except (OSError, RuntimeError):

@@ -14,13 +14,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from models import Batch, Generation, KestrelError, LoadedModel, PrefillProgress, Request, Step
 from serving import request_log
 from serving.errors import ApiError, bad_request
-from serving.job import ChoiceStep, Failure, Job, Work
+from serving.job import ChoiceStep, Failure, Job, Spoken, Work
 from serving.memory import available_bytes
 from serving.metrics import Metrics
 from serving.settings import Settings
@@ -130,16 +131,9 @@ class Engine:
         for another.
 
         Raises:
-            ApiError: 503 unless the engine is ready, 429 if the waiting room is full, 503 if memory is short.
+            ApiError: 503 unless the engine is ready and memory left, 429 if the waiting room is full.
         """
-        self.check_ready()
-        if self.max_queued and len(self._live) >= self._settings.batch_max + self.max_queued:
-            message = f"{self.queued} requests are waiting, which is the limit; retry later"
-            raise ApiError(429, message, code="queue_full", retry_after=1)
-        least = self._settings.min_free_mb
-        if least and (free := available_bytes() >> 20) < least:
-            message = f"{free} MB of memory are available, and requests are taken from {least} MB on"
-            raise ApiError(503, message, code="insufficient_memory", retry_after=RETRY_SECONDS["memory"])
+        self.check_room()
         job = Job(owner)
         if record := request_log.current():
             record.jobs.append(job)
@@ -147,10 +141,21 @@ class Engine:
         self.total_requests += 1
         return job
 
+    def check_room(self) -> None:
+        """Raises ApiError unless a request would be admitted: as `check_ready`, or 429 if the waiting room is full."""
+        self.check_ready()
+        if self.max_queued and len(self._live) >= self._settings.batch_max + self.max_queued:
+            message = f"{self.queued} requests are waiting, which is the limit; retry later"
+            raise ApiError(429, message, code="queue_full", retry_after=1)
+
     def check_ready(self) -> None:
-        """Raises ApiError, 503, unless requests are taken."""
+        """Raises ApiError, 503, unless requests are taken and there is memory for them."""
         if self.state != "ok":
             raise ApiError(503, self._why_not(), code=self.state, retry_after=RETRY_SECONDS[self.state])
+        least = self._settings.min_free_mb
+        if least and (free := available_bytes() >> 20) < least:
+            message = f"{free} MB of memory are available, and requests are taken from {least} MB on"
+            raise ApiError(503, message, code="insufficient_memory", retry_after=RETRY_SECONDS["memory"])
 
     def _why_not(self) -> str:
         reasons = {"loading": "the model is loading", "draining": "the server is shutting down"}
@@ -163,6 +168,10 @@ class Engine:
         job.choices = len(work)
         prompts = {id(choice.prompt): choice.prompt for choice in work}
         job.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts.values())
+        if self._settings.log_prompts:
+            decode = self.model.tokenizer.decode
+            texts = [decode(prompt.token_ids.tolist()) for prompt in prompts.values()]
+            job.spoken = Spoken(texts, [""] * len(work))
         self._queue.put(job)
 
     def release(self, job: Job) -> None:
@@ -250,28 +259,39 @@ class Engine:
         self._tell(self._end, job, last)
 
     def _take_in(self) -> bool:
-        """Starts choices as long as the batch has room, first those of jobs that have been taken up. Waits for a job if
-        nothing runs; False at the end."""
+        """Starts choices as long as the batch has room. Whose job has none in it comes first, then who waits in the
+        queue, then further choices of the same job, which so have only the rows that nobody else waits for. Waits for
+        a job if nothing runs; False at the end."""
         while not self.batch.full:
-            if (run := self._due()) is not None:
-                self._start(run)
-                continue
-            try:
-                job = self._queue.get(block=not self._runs)
-            except queue.Empty:
-                return True
-            if job is None:
-                return False
-            work = job.work
-            if not job.cancelled and work is not None:
-                job.running = True
-                job.timing.started = time.monotonic()
-                self._left[job] = [Run(job, index, part) for index, part in enumerate(work)]
+            run = self._due()
+            if run is None or self._rows(run.job):
+                with suppress(queue.Empty):
+                    job = self._queue.get(block=run is None and not self._runs)
+                    if job is None:
+                        return False
+                    self._take_up(job)
+                    continue
+            if run is None:
+                break
+            self._start(run)
         return True
 
+    def _take_up(self, job: Job) -> None:
+        work = job.work
+        if job.cancelled or work is None:
+            return
+        job.running = True
+        job.timing.started = time.monotonic()
+        self._left[job] = [Run(job, index, part) for index, part in enumerate(work)]
+
+    def _rows(self, job: Job) -> int:
+        """How many of its choices are in the batch."""
+        return sum(run.job is job for run in self._runs.values())
+
     def _due(self) -> Run | None:
-        """The next choice to start. One whose prompt another one is just taking in waits, since it then need not."""
-        for run in (run for left in self._left.values() for run in left):
+        """The next choice to start: of the job with the fewest in the batch, and of these the one that came first. One
+        whose prompt another one is just taking in waits, since it then need not."""
+        for run in (run for job in sorted(self._left, key=self._rows) for run in self._left[job]):
             others = [other for other in self._runs.values() if other.work.prompt is run.work.prompt]
             if not others or any(other.prefilled for other in others):
                 return run

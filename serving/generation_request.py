@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from models import ContextLengthError, KestrelError, LoadedModel, SamplingParams
+from models.sampling import MOST_TOP_K
 from models.tokenizer import Tokenizer
 from serving.errors import bad_request
 from serving.json_body import Strict
@@ -31,6 +32,8 @@ def _few(bias: Any) -> Any:
     return bias
 
 
+# Whatever a vocabulary has, this is all of it.
+TopK = Annotated[int, Field(ge=0), AfterValidator(lambda count: min(count, MOST_TOP_K))]
 Biases = Annotated[dict[str, Bias], Field(max_length=MOST_BIASED), BeforeValidator(_few)]
 
 
@@ -48,7 +51,7 @@ class GenerationRequest(Strict):
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: TopK | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
     presence_penalty: Penalty | None = None

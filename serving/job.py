@@ -52,6 +52,14 @@ class Failure:
     error: ApiError
 
 
+@dataclass
+class Spoken:
+    """The texts of a request's prompts and those of its choices so far, without control tokens."""
+
+    prompts: list[str]
+    answers: list[str]
+
+
 class Job:
     """A request from its admission to its end. Its events go to a queue of its own, read by its own handler only.
 
@@ -73,6 +81,7 @@ class Job:
         self.finish_reason: str | None = None
         self.failure: ApiError | None = None
         self.work: tuple[Work, ...] | None = None
+        self.spoken: Spoken | None = None  # kept for the log only, where that is asked for
         self._finished_choices = 0
         self._cancelled = threading.Event()
         self._events: asyncio.Queue[ChoiceStep | Failure] = asyncio.Queue()
@@ -94,6 +103,8 @@ class Job:
 
     def deliver(self, event: ChoiceStep | Failure) -> None:
         """Hands an event to the handler; on the event loop only."""
+        if self.spoken is not None and isinstance(event, ChoiceStep):
+            self.spoken.answers[event.index] += event.step.text
         if not self.ended:
             if isinstance(event, Failure):
                 self.failure = event.error

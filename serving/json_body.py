@@ -62,7 +62,7 @@ async def read_body(seconds: float) -> bytes:
         raise ApiError(415, "the body should be JSON, sent as 'Content-Type: application/json' and not compressed")
     try:
         async with asyncio.timeout(seconds or None):
-            return await request.get_data()
+            return await request.get_data(cache=False)  # it would be kept as long as the answer takes
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {seconds:g} seconds") from None
 

@@ -30,7 +30,7 @@ def conversation(request: ChatRequest) -> list[dict[str, Any]]:
     Raises:
         ApiError: 400 for a picture or video that cannot be used, naming its place.
     """
-    messages = request.kept_messages[:-1] if request.begun_answer else request.kept_messages
+    messages = request.kept_messages
     parts = [part for _, message in messages if isinstance(message.content, list) for part in message.content]
     media = sum(part["type"] != "text" for part in parts)
     if media > MOST_MEDIA:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from models import Step
+from models.text_stream import first_complete
 from serving import request_log, sse
 from serving.chat import Choice, Exchange
 from serving.errors import ApiError
@@ -156,8 +157,7 @@ def _stop_reason(exchange: Exchange) -> tuple[str, str | None]:
     tokenizer = exchange.engine.model.tokenizer
     if choice.steps[-1].finish_reason == "stop" and choice.steps[-1].token_id not in tokenizer.control_ids:
         text = tokenizer.decode([step.token_id for step in choice.steps])
-        found = [stop for stop in exchange.request.stops if stop in text]
-        return "stop_sequence", min(found, key=text.find, default=None)
+        return "stop_sequence", first_complete(text, exchange.request.stops)
     if choice.finish_reason == "length" and len(choice.steps) < exchange.request.limit:
         return "model_context_window_exceeded", None
     return STOP_REASONS[choice.finish_reason], None

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from serving.chat_request import ChatRequest, checked_chat_request
 from serving.errors import ApiError, bad_request
-from serving.generation_request import Count, StopText
+from serving.generation_request import Count, StopText, TopK
 from serving.json_body import MOST_MESSAGES, Strict, read_fields
 from serving.tools import MOST_TOOLS, FunctionName
 
@@ -90,7 +90,7 @@ class MessagesRequest(CountTokensRequest):
     stop_sequences: Annotated[list[StopText], Field(max_length=4)] | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: TopK | None = None
 
 
 class TranslatedRequest(ChatRequest):

@@ -6,11 +6,14 @@ Times mean what they mean in vLLM: a request begins with its admission, and its 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
 
 from serving.job import Job
 
@@ -27,6 +30,25 @@ FINISH_REASONS = ("stop", "length")
 OUTCOMES = ("refused", "failed", "left")
 
 Kind = TypeVar("Kind", Counter, Gauge, Histogram)
+Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
+
+
+@dataclass(eq=False)  # the registry tells collectors apart by identity
+class _Watched(Collector):
+    """Numbers that are asked for whenever the metrics are read."""
+
+    kind: Family
+    name: str
+    model_name: str
+    numbers: Callable[[], dict[str, int]]
+    texts: dict[str, str]
+
+    def collect(self) -> Iterator[Metric]:
+        numbers = self.numbers()
+        for key, text in self.texts.items():
+            family = self.kind(f"{self.name}_{key}", text, labels=["model_name"])
+            family.add_metric([self.model_name], numbers[key])
+            yield family
 
 
 class Metrics:
@@ -54,8 +76,11 @@ class Metrics:
         self._first_token = self._new(Histogram, "time_to_first_token_seconds", text, buckets=FIRST_TOKEN_SECONDS)
         text = "Between a token and the one before; one sample per token."
         self._inter_token = self._new(Histogram, "inter_token_latency_seconds", text, buckets=TOKEN_SECONDS)
+        text = "Mean time between the tokens of an answer, without its first; one sample per answer."
+        self._per_token = self._new(Histogram, "request_time_per_output_token_seconds", text, buckets=TOKEN_SECONDS)
         self._total = self._request("e2e_request_latency_seconds", "From admission to the last token.")
         self._queue = self._request("request_queue_time_seconds", "From admission to the engine.")
+        self._inference = self._request("request_inference_time_seconds", "From the engine to the last token.")
         self._prefill = self._request("request_prefill_time_seconds", "From the engine to the first token.")
         self._decode = self._request("request_decode_time_seconds", "From the first token to the last.")
         text = "How much later than asked for the event loop woke up, every 10 ms."
@@ -88,6 +113,7 @@ class Metrics:
     def watch_slots(self, slots: Callable[[], dict[str, int]]) -> None:
         """Shows the slots of the cache."""
         self._watch_each(
+            GaugeMetricFamily,
             "cache_slots",
             slots,
             total="Slots of the cache.",
@@ -98,24 +124,29 @@ class Metrics:
     def watch_pictures(self, pictures: Callable[[], dict[str, int]]) -> None:
         """Shows how many pictures requests had, and how many of them had been encoded before."""
         texts = {"queries": "Pictures that were needed.", "hits": "Pictures that had been encoded already."}
-        self._watch_each("mm_cache", pictures, **texts)
+        self._watch_each(CounterMetricFamily, "mm_cache", pictures, **texts)
 
     def watch_disk(self, disk: Callable[[], dict[str, int]]) -> None:
         """Shows what is kept on disk."""
         self._watch_each(
+            GaugeMetricFamily,
             "disk_cache",
             disk,
             files="Files with keys and values of earlier requests.",
             bytes="What these files take.",
+        )
+        self._watch_each(
+            CounterMetricFamily,
+            "disk_cache",
+            disk,
             queries="Prompts that were looked up in them.",
             hits="Prompts of which they had more than the cache in memory.",
             read_tokens="Tokens that were read from them.",
         )
 
-    def _watch_each(self, name: str, numbers: Callable[[], dict[str, int]], **texts: str) -> None:
-        """A gauge for every one of some numbers, with what it means."""
-        for key, text in texts.items():
-            self._new(Gauge, f"{name}_{key}", text).set_function(lambda key=key: numbers()[key])
+    def _watch_each(self, kind: Family, name: str, numbers: Callable[[], dict[str, int]], **texts: str) -> None:
+        """A metric for every one of some numbers that are kept elsewhere, with what it means."""
+        self._registry.register(_Watched(kind, PREFIX + name, self._model_name, numbers, texts))
 
     def prompt_reuse(self, tokens: int, reused: int) -> None:
         """Counts a prompt that has been taken in, and how much of it was in the cache."""
@@ -137,9 +168,12 @@ class Metrics:
         timing = job.timing
         self._success[finish_reason].inc()
         self._queue.observe(timing.started - timing.admitted)
+        self._inference.observe(timing.last_token - timing.started)
         self._prefill.observe(timing.first_token - timing.started)
         self._decode.observe(timing.last_token - timing.first_token)
         self._total.observe(timing.last_token - timing.admitted)
+        if job.generated > 1:
+            self._per_token.observe((timing.last_token - timing.first_token) / (job.generated - 1))
 
     def unfinished(self, outcome: str) -> None:
         """Counts a request that ended without a complete answer; `outcome` is one of OUTCOMES."""

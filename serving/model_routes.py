@@ -28,7 +28,9 @@ def model_routes(
     counter = tokens.TokenCounter(engine, workers)
     ping_seconds = settings.ping_seconds or None
 
-    async def read(parse: Callable[[bytes], Parsed]) -> Parsed:
+    async def read(parse: Callable[[bytes], Parsed], check: Callable[[], None] = engine.check_room) -> Parsed:
+        """The request, unless `check` finds that it would be refused: then not even its body is taken in."""
+        check()
         return await read_request(parse, settings.body_timeout, parser)
 
     def admit(model: str | None) -> Job:
@@ -71,14 +73,14 @@ def model_routes(
     @blueprint.post("/v1/messages/count_tokens")
     async def count_tokens() -> Response:
         """How many tokens the prompt of such a chat has."""
-        asked = await read(parse_count_request)
+        asked = await read(parse_count_request, engine.check_ready)
         _check_model(asked.model, settings)
         return jsonify({"input_tokens": (await counter.answer(asked))["count"]})
 
     @blueprint.post("/tokenize")
     async def tokenize() -> Response:
         """The token ids of a text or a conversation."""
-        asked = await read(parse_tokenize_request)
+        asked = await read(parse_tokenize_request, engine.check_ready)
         _check_model(asked.model, settings)
         return jsonify(await counter.answer(asked))
 

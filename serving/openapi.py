@@ -108,10 +108,18 @@ def _operation(
     return {"summary": summary, "responses": responses | refusals}
 
 
+EVENT = {
+    "type": "object",
+    "description": "Each event where `stream` is true. `data` is JSON, in the end of a completion `[DONE]`.",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
+
+
 def _text(summary: str, request: str, answer: str, error: str = "Error") -> Schema:
     """An operation that generates text: one object, or a stream of frames."""
-    stream = {"text/event-stream": {"schema": {"type": "string", "description": "where `stream` is true"}}}
-    return _operation(summary, _json(answer) | stream, FOR_TEXT, error=error) | _body(request)
+    content = _json(answer) | {"text/event-stream": {"schema": EVENT}}
+    return _operation(summary, content, FOR_TEXT, error=error) | _body(request)
 
 
 def _body(*names: str) -> Schema:

@@ -1,4 +1,5 @@
-"""One line of JSON per request, written when it ends. What clients wrote, and what they were answered, is not in it."""
+"""One line of JSON per request, written when it ends. What clients wrote, and what they were answered, is in it only
+where the settings say so."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+from serving.errors import ApiError
 from serving.job import Job
 
 Outcome = Literal["finished", "refused", "failed", "left"]
-READING = ("GET", "HEAD", "OPTIONS")
+PROBES = ("/health", "/metrics")
 LONGEST_PATH = 200
 
 log = logging.getLogger("kestrel.requests")
@@ -25,8 +27,8 @@ _current: ContextVar[Record | None] = ContextVar("record", default=None)
 class Record:
     """What is known of one HTTP request; `status` and `code` are those of its answer."""
 
-    method: str
-    path: str
+    method: str | None
+    path: str | None
     arrived: float = field(default_factory=time.monotonic)
     status: int | None = None
     code: str | None = None
@@ -35,8 +37,8 @@ class Record:
 
     @property
     def quiet(self) -> bool:
-        """Whether it gets no line: probes and page loads come all the time, and nothing is computed for them."""
-        return self.method in READING and (self.path == "/health" or self.status is None or self.status < 400)
+        """Whether it gets no line: probes come all the time."""
+        return self.path in PROBES and self.status in (200, 503)
 
     @property
     def completed(self) -> bool:
@@ -60,7 +62,7 @@ class Record:
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "id": self.jobs[0].id if self.jobs else None,
             "method": self.method,
-            "path": self.path[:LONGEST_PATH],
+            "path": self.path and self.path[:LONGEST_PATH],
             "status": self.status,
             "outcome": outcome,
             "code": self.code,
@@ -84,6 +86,7 @@ def _work(jobs: list[Job]) -> dict[str, Any]:
         "prefill_ms": _milliseconds(timing.started, timing.prefilled),
         "ttft_ms": _milliseconds(timing.admitted, timing.first_token),
         "finish_reason": jobs[0].finish_reason,
+        **({"prompts": spoken.prompts, "answers": spoken.answers} if (spoken := jobs[0].spoken) else {}),
     }
 
 
@@ -109,6 +112,11 @@ def end(record: Record, task: asyncio.Task[Any]) -> Outcome:
     if not record.quiet:
         log.info(record.line(outcome))
     return outcome
+
+
+def refused(error: ApiError) -> None:
+    """Writes the line of what was refused before it was a request: a broken head, or a connection too many."""
+    log.info(Record(None, None, status=error.status, code=error.code).line("refused"))
 
 
 def write_to_stderr() -> None:

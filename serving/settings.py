@@ -54,6 +54,7 @@ class Settings:
     drain_timeout: float = 30.0
     ping_seconds: float = 15.0
     kestrel_events: bool = False
+    log_prompts: bool = False
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
@@ -80,6 +81,7 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
         prog="python -m serving",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         description="Serves one model.",
+        allow_abbrev=False,  # `--api-key SECRET` would be taken for a file's name, and told in the error
     )
     parser.add_argument("--model", default=default.model, help="a checkpoint folder, tiny-vl, tiny-moe, or a preset")
     parser.add_argument("--weights", choices=["random"], help="random weights, for a preset")
@@ -152,6 +154,7 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
         "--ping-seconds", type=_seconds, default=default.ping_seconds, help="silence before a comment; 0: none"
     )
     parser.add_argument("--kestrel-events", action="store_true", help="send metrics and tokens frames in every stream")
+    parser.add_argument("--log-prompts", action="store_true", help="write the text of prompts and answers to the log")
     parser.add_argument(
         "--api-key-file", help=f"a file with the keys that clients may send, one per line; or {API_KEY_VARIABLE}"
     )

@@ -52,10 +52,9 @@ class TokenCounter:
         """The ids, their number, and the most that prompt and answer may have together.
 
         Raises:
-            ApiError: 503 while there is no model, 429 for too many at once, 400 for what cannot be a prompt.
+            ApiError: 503 unless requests are taken, 429 for too many at once, 400 for what cannot be a prompt.
         """
-        if self._engine.model is None:
-            self._engine.check_ready()
+        self._engine.check_ready()
         if self._waiting >= MOST_AT_ONCE:
             raise ApiError(
                 429, f"{MOST_AT_ONCE} texts are being tokenized; retry later", code="queue_full", retry_after=1
@@ -72,4 +71,4 @@ def _ids(model: LoadedModel, request: TokenizeText | ChatRequest) -> list[int]:
     if isinstance(request, TokenizeText):
         with prompt_errors("prompt"):
             return token_ids(request.prompt, model.tokenizer)
-    return chat.prepare(model, request).work[0].prompt.token_ids.tolist()
+    return chat.prompt_of(model, request).token_ids.tolist()

@@ -36,6 +36,7 @@ class Server:
     engine: Engine
     model: ScriptedModel
     client: httpx.AsyncClient
+    listener: Listener
 
     async def until(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
         """Waits until something holds; fails if it does not."""
@@ -67,18 +68,19 @@ async def scripted_server(
     port = bound.getsockname()[1]
     app = create_app(engine, chosen)
     app.config.update(app_config or {})
-    listener = Listener(app, bound, chosen)
+    listener = Listener(app, bound, chosen, engine.metrics)
     await listener.start()
     url = f"http://127.0.0.1:{port}"
     async with httpx.AsyncClient(base_url=url, timeout=30) as client:
-        server = Server(url, port, engine, model, client)
+        server = Server(url, port, engine, model, client, listener)
         try:
             await server.until(lambda: engine.state in ("ok", "error") or load is not None)
             yield server
         finally:
             model.gate.set()
             engine.stop()
-            await listener.close(0.2)
+            await listener.finish(0.2)
+            await listener.close()
 
 
 def scripted(answer: str, **options) -> AbstractAsyncContextManager[Server]:

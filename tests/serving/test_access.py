@@ -295,3 +295,9 @@ async def test_a_proxy_may_not_end_a_server_without_a_key(server, header):
     response = await server.client.post("/admin/shutdown", headers={header: "10.0.0.7"})
     assert response.status_code == 403
     assert not server.engine.asked_to_stop.is_set()
+
+
+def test_a_key_on_the_command_line_is_not_taken_for_the_name_of_its_file(capsys):
+    with pytest.raises(SystemExit):
+        parse_settings(["--api-key", KEY])
+    assert "file" not in capsys.readouterr().err.split("unrecognized arguments")[1]

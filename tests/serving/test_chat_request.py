@@ -213,3 +213,12 @@ def test_what_the_context_mode_keeps(roles, mode, kept):
     found = parse(messages=messages, context_mode=mode).kept_messages
     assert [place for place, _ in found] == kept
     assert [message.content for _, message in found] == [str(place) for place in kept]
+
+
+@pytest.mark.parametrize(("roles", "kept"), [("sua", [0, 1]), ("ua", [0]), ("uaua", [2]), ("a", [])])
+def test_an_answer_that_is_begun_is_not_the_last_message(roles, kept):
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    messages = [{"role": names[role], "content": str(place)} for place, role in enumerate(roles)]
+    found = parse(messages=messages, context_mode="last", continue_final_message=True)
+    assert [place for place, _ in found.kept_messages] == kept
+    assert found.begun_answer == messages[-1]["content"]

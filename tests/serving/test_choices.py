@@ -177,6 +177,23 @@ async def test_choices_run_together_once_their_prompt_has_been_taken_in():
         await server.idle()
 
 
+async def test_many_choices_do_not_keep_others_out():
+    """A row that becomes free goes to who has none, before the next choice of a request that has one."""
+    async with scripted_server(batch_max=2) as server:
+        server.model.hold_at = 4
+        several = asyncio.create_task(server.client.post(COMPLETIONS, json=body("x" * 40, n=8)))
+        await server.held()
+        assert len(server.engine.batch.running) == 2
+        others = [asyncio.create_task(ask(server, text)) for text in ("one", "two", "three")]
+        await server.until(lambda: server.engine._queue.qsize() == 3)
+        await run_on(server, 160)  # two choices take 84, and the third has not ended when the others have
+        await server.until(lambda: all(task.done() for task in others))
+        assert not several.done()
+        server.model.gate.set()
+        answer = (await several).json()
+        assert [choice["message"]["content"] for choice in answer["choices"]] == ["x" * 40] * 8
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_leaving_ends_choices_that_run_together(stream):
     async with scripted_server(batch_max=3) as server:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 
+import anthropic
 import httpx
 import openai
 import pytest
+from langchain_openai import ChatOpenAI
 from openai.types.chat import ChatCompletionChunk
 
 from .chat_client import COMPLETIONS, body
@@ -71,6 +73,25 @@ async def test_openai_stream_helper(client):
     assert final.choices[0].finish_reason == "stop"
     assert final.usage.completion_tokens == len(TEXT.encode()) + 1
     assert b"".join(bytes(token.bytes) for token in final.choices[0].logprobs.content).decode() == TEXT
+
+
+async def test_comments_disturb_no_client():
+    """They come whenever there is nothing to say for a while."""
+    question = [{"role": "user", "content": "hello"}]
+    async with scripted_server(ScriptedModel(pace=0.06), ping_seconds=0.02) as server:
+        raw = await server.client.post(COMPLETIONS, json=body("hello", stream=True))
+        assert raw.text.count("\n\n: ") >= 5
+        async with strict(server) as ours:
+            chunks = await ours.chat.completions.create(model="scripted", messages=question, stream=True)
+            assert "".join([chunk.choices[0].delta.content or "" async for chunk in chunks]) == "hello"
+            async with ours.chat.completions.stream(model="scripted", messages=question) as stream:
+                assert (await stream.get_final_completion()).choices[0].message.content == "hello"
+        chat = ChatOpenAI(model="scripted", base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        assert "".join([piece.content async for piece in chat.astream("hello")]) == "hello"
+        theirs = anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0)
+        asking = theirs.messages.stream(model="scripted", messages=question, max_tokens=20)
+        async with theirs, asking as stream:
+            assert await stream.get_final_text() == "hello"
 
 
 async def test_openai_from_a_thread(server):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
@@ -17,11 +19,23 @@ import pytest
 
 from models.model import PRETRAINED
 from serving import __main__ as command
+from serving import request_log
+from serving.listener import TAKING_SECONDS
 from serving.settings import Settings, parse_settings
 
 from .chat_client import COMPLETIONS, body, frames, raw_request, stuck_socket, text_of
 from .conftest import ROOT
 from .scripted_model import ScriptedModel
+
+
+@pytest.fixture(autouse=True)
+def _request_lines_end_with_the_test() -> Iterator[None]:
+    """The command writes them to this test's standard error, which is closed by the time the next test logs."""
+    yield
+    for handler in [*request_log.log.handlers]:
+        request_log.log.removeHandler(handler)
+    request_log.log.setLevel(logging.NOTSET)
+    request_log.log.propagate = True
 
 
 @contextmanager
@@ -91,19 +105,47 @@ async def test_a_signal_ends_loading(tmp_path):
         server.communicate()
 
 
+async def until_computed(address: str) -> None:
+    """Waits until the engine is done with the server's first request."""
+    async with httpx.AsyncClient(base_url=address, timeout=30) as client, asyncio.timeout(60):
+        while (await client.get("/health")).json()["total_requests"] == 0:
+            await asyncio.sleep(0.02)
+        while (await client.get("/health")).json()["busy"]:
+            await asyncio.sleep(0.02)
+
+
 async def test_a_client_that_does_not_read_cannot_keep_the_process_alive():
     """About 6 MB wait for a reader that never reads."""
     with process("--drain-timeout", "0.2", pace=0.0001) as (server, address):
         stuck = stuck_socket(int(address.rsplit(":", 1)[1]))
         stuck.sendall(raw_request("x" * 6000, stream=True, logprobs=True, top_logprobs=20))
-        async with httpx.AsyncClient(base_url=address, timeout=30) as client, asyncio.timeout(60):
-            while (await client.get("/health")).json()["total_requests"] == 0:
-                await asyncio.sleep(0.02)
-            while (await client.get("/health")).json()["busy"]:
-                await asyncio.sleep(0.02)
+        await until_computed(address)
         server.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(server.wait, 15) == 0
         stuck.close()
+
+
+async def test_a_slow_reader_gets_its_answer_to_the_end():
+    """About 4 MB, taken in longer than a client may take nothing; the engine is done with it when the signal comes."""
+    with process(pace=0.0001) as (server, address):
+        slow = stuck_socket(int(address.rsplit(":", 1)[1]))
+        slow.sendall(raw_request("x" * 4000, stream=True, logprobs=True, top_logprobs=20))
+        await until_computed(address)
+        server.send_signal(signal.SIGTERM)
+        data = await asyncio.to_thread(read_slowly, slow, 1.5 * TAKING_SECONDS)
+        assert b"data: [DONE]\n\n" in data[-100:]
+        assert await asyncio.to_thread(server.wait, 15) == 0
+
+
+def read_slowly(client: socket.socket, seconds: float) -> bytes:
+    """Everything up to the end, in small parts for so many seconds."""
+    data, start = b"", time.monotonic()
+    while part := client.recv(2**14):
+        data += part
+        if time.monotonic() < start + seconds:
+            time.sleep(0.05)
+    client.close()
+    return data
 
 
 @asynccontextmanager

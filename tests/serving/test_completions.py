@@ -98,6 +98,13 @@ async def test_limits_and_stop_strings(server):
     assert (await whole(server, prompt="a stop b", stop=" st"))["choices"][0]["text"] == "a"
 
 
+async def test_of_tokens_that_look_alike_the_likeliest_is_told(server):
+    """Parts of characters all look like U+FFFD; the chosen one's log-probability is told in any case."""
+    server.model.top = ((0xC3, -0.3), (0xC4, -0.7), (0xC5, -0.9))
+    told = (await whole(server, prompt="é", logprobs=3))["choices"][0]["logprobs"]
+    assert told["top_logprobs"][0] == {"\ufffd": told["token_logprobs"][0]}
+
+
 async def test_logprobs_in_the_old_form(server):
     answer = await whole(server, prompt="aé", logprobs=2)
     told = answer["choices"][0]["logprobs"]

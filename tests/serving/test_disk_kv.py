@@ -39,5 +39,5 @@ def test_the_next_turn_goes_on_from_files_for_the_same_key_only(tmp_path: Path):
         told = httpx.get(f"{url}/health").json()["disk_cache"]
         assert (told["queries"], told["hits"], told["read_tokens"]) == (2, 1, cached)
         metrics = httpx.get(f"{url}/metrics", headers={"X-Api-Key": ONE}).text
-        assert f'kestrel:disk_cache_read_tokens{{model_name="tiny-vl"}} {cached}.0' in metrics
+        assert f'kestrel:disk_cache_read_tokens_total{{model_name="tiny-vl"}} {cached}.0' in metrics
     assert len(list(folder.glob("*.safetensors"))) >= told["files"] > 0

@@ -10,25 +10,16 @@ from typing import Annotated, Literal
 import httpx
 import openai
 import pytest
-from PIL import Image, ImageDraw
+from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
 
+from experiments.tiny_pictures import EXAMPLE
 from models.model import PRETRAINED
 from models.tokenizer import Tokenizer
 
 from .chat_client import COMPLETIONS, data_url, frames
 
 COUNTING = "从1数到20"
-
-
-def picture() -> Image.Image:
-    """A red circle and two blue squares."""
-    image = Image.new("RGB", (320, 320), "white")
-    canvas = ImageDraw.Draw(image)
-    canvas.ellipse((30, 30, 110, 110), fill=(220, 40, 40))
-    canvas.rectangle((200, 40, 270, 110), fill=(40, 70, 220))
-    canvas.rectangle((130, 210, 200, 280), fill=(40, 70, 220))
-    return image
 
 
 def url_of(image: Image.Image) -> str:
@@ -64,7 +55,7 @@ def test_counting_in_order(client):
 
 
 def test_a_picture_is_described(client):
-    text = streamed(client, [about(picture(), "What is in this picture?")])
+    text = streamed(client, [about(EXAMPLE.draw(), "What is in this picture?")])
     assert text == "A red circle and two blue squares."
 
 
@@ -76,7 +67,7 @@ def test_a_second_turn_refers_to_the_first(client):
 
 
 def test_a_second_turn_refers_to_the_picture(client):
-    messages = [about(picture(), "What is in this picture?")]
+    messages = [about(EXAMPLE.draw(), "What is in this picture?")]
     messages.append({"role": "assistant", "content": streamed(client, messages)})
     messages.append({"role": "user", "content": "How many squares are there?"})
     assert streamed(client, messages) == "There are two squares."
@@ -270,7 +261,7 @@ def test_health_and_models(tiny_url):
 
 def test_a_short_video(client):
     """tiny-vl has not learned videos: its prompt has them, as groups of frames with their times, and it answers."""
-    filmed = [url_of(picture().rotate(10 * turn)) for turn in range(3)]
+    filmed = [url_of(EXAMPLE.draw().rotate(10 * turn)) for turn in range(3)]
     question = {"type": "text", "text": "What is in this picture?"}
     parts = [{"type": "video_frames", "video_frames": filmed, "fps": 1}, question]
     answer = client.chat.completions.create(
@@ -286,3 +277,27 @@ def test_a_short_video(client):
     assert "<0.5 seconds><2.0 seconds>What is in this picture?" in tokenizer.decode(ids)
     assert len(ids) == answer.usage.total_tokens
     assert answer.choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        *({"top_k": value} for value in (2**31, 2**63, 10**400)),
+        *({"max_tokens": value} for value in (2**31, 2**63, 10**400)),
+        {"seed": -(2**63)},
+        {"seed": 2**63 - 1},
+        {"temperature": 1e-46},
+        {"temperature": 1, "top_p": 1e-46},
+        {"temperature": 1, "min_p": 1},
+        {"repetition_penalty": 1e-46},
+        {"presence_penalty": 2, "frequency_penalty": -2},
+        {"logit_bias": {"0": -100}},
+    ],
+    ids=str,
+)
+def test_the_ends_of_every_range_are_answered(tiny_url, extreme):
+    """By the model itself: what it cannot take must be refused before it costs other requests anything."""
+    asked = {"messages": [{"role": "user", "content": "What is 3 + 4?"}]} | extreme
+    answer = httpx.post(f"{tiny_url}/v1/chat/completions", json=asked, timeout=20)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["finish_reason"] in ("stop", "length")

@@ -8,7 +8,10 @@ import threading
 
 import pytest
 
+from serving.app import create_app
+from serving.engine import Engine
 from serving.job import Job
+from serving.settings import Settings
 
 from .chat_client import COMPLETIONS, ask, body, frames, text_of
 from .conftest import Server, scripted_server
@@ -125,6 +128,8 @@ async def test_draining_finishes_what_runs_and_waits_and_refuses_the_rest(server
     refused = await server.client.post(COMPLETIONS, json=body("late"))
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
     assert "retry-after" in refused.headers
+    counted = await server.client.post("/tokenize", json={"prompt": "late"})
+    assert (counted.status_code, counted.json()["error"]["code"]) == (503, "draining")
     server.model.gate.set()
     assert await asyncio.gather(running, waiting) == ["first", "second"]
     await draining
@@ -182,6 +187,8 @@ async def test_without_pings_silence_is_silence(monkeypatch, ping_seconds, await
 
 async def test_a_stream_outlives_quarts_own_limit():
     """Quart cuts a response off after RESPONSE_TIMEOUT seconds, without an end, unless it is told otherwise."""
+    settings = Settings()
+    assert create_app(Engine(ScriptedModel, settings), settings).config["RESPONSE_TIMEOUT"] is None
     async with scripted_server(ScriptedModel(pace=0.02), app_config={"RESPONSE_TIMEOUT": 0.1}) as server:
         assert await ask(server, "x" * 20) == "x" * 20
 

@@ -49,6 +49,38 @@ async def test_a_request_is_counted(server):
     assert samples.value("time_to_first_token_seconds_count") == 2
     assert samples.value("inter_token_latency_seconds_count") == 2 + 5
     assert [samples.value(f"{name}_seconds_count") for name in TIMES] == [2] * 4
+    assert samples.value("request_inference_time_seconds_count") == 2
+    assert samples.value("request_time_per_output_token_seconds_count") == 2
+
+
+async def test_names_and_buckets_are_those_of_vllms_dashboards(server):
+    """Histograms by their bounds in seconds, as vLLM has them in its engine's metrics."""
+    found: dict[str, list[float]] = {}
+    for name, labels in await read(server):
+        if name.endswith("_bucket"):
+            found.setdefault(name, []).append(float(dict(labels)["le"]))
+    first_token = "0.001 .005 .01 .02 .04 .06 .08 .1 .25 .5 .75 1 2.5 5 7.5 10 20 40 80 160 640 2560"
+    token = ".01 .025 .05 .075 .1 .15 .2 .3 .4 .5 .75 1 2.5 5 7.5 10 20 40 80"
+    request = ".3 .5 .8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680"
+    wanted = {
+        "time_to_first_token_seconds": first_token,
+        "inter_token_latency_seconds": token,
+        "request_time_per_output_token_seconds": token,
+        "request_inference_time_seconds": request,
+        **{f"{name}_seconds": request for name in TIMES},
+    }
+    for name, bounds in wanted.items():
+        assert sorted(found.pop(f"{name}_bucket")) == [*map(float, bounds.split()), float("inf")], name
+    assert list(found) == ["event_loop_lag_seconds_bucket"], "vLLM has none of these"
+
+
+async def test_what_only_grows_is_a_counter(server):
+    """Rates are taken of counters, whose names end in `_total`."""
+    families = {}
+    for family in text_string_to_metric_families((await server.client.get("/metrics")).text):
+        families[family.name.removeprefix("kestrel:")] = family.type
+    assert [families[name] for name in ("mm_cache_queries", "mm_cache_hits", "prefix_cache_hits")] == ["counter"] * 3
+    assert [families[name] for name in ("cache_slots_kept_tokens", "num_requests_running")] == ["gauge"] * 2
 
 
 async def test_times_add_up(server):
@@ -58,6 +90,8 @@ async def test_times_add_up(server):
     samples = await read(server)
     queue, prefill, decode, total = (samples.value(f"{name}_seconds_sum") for name in TIMES)
     assert abs(queue + prefill + decode - total) < 1e-6
+    assert abs(prefill + decode - samples.value("request_inference_time_seconds_sum")) < 1e-6
+    assert abs(decode / 3 - samples.value("request_time_per_output_token_seconds_sum")) < 1e-6
     assert abs(queue + prefill - samples.value("time_to_first_token_seconds_sum")) < 1e-6
     assert abs(decode - samples.value("inter_token_latency_seconds_sum")) < 1e-6
     assert prefill >= 2 * 2 * server.model.pace
@@ -93,6 +127,7 @@ async def test_the_engines_end_is_seen(server):
     server.model.faults = {1: Crash("the disk is gone")}
     await ask(server, "first")
     await server.until(lambda: server.engine.state == "error")
+    await server.idle()
     samples = await read(server)
     assert samples.value("engine_state", state="error") == 1
     assert samples.value("engine_state", state="ok") == 0

@@ -762,8 +762,8 @@ async def test_the_timeline_and_its_files(tab):
         await expect(drawing).to_be_visible()
         await expect(page.locator("#server-metrics")).to_contain_text("n_tokens11")
         await page.get_by_text("All events").click()
-        kinds = await page.locator("#event-rows td:first-child").all_inner_texts()
-        assert kinds == ["role", *["token"] * 10, "finish", "metrics", "usage", "done"]
+        kinds = ["role", *["token"] * 10, "finish", "metrics", "usage", "done"]
+        await expect(page.locator("#event-rows td:first-child")).to_have_text(kinds)
 
         saved = json.loads(await saved_file(page, "Save as JSON"))
         assert saved["documented"] == {"first_event_ms": 130, "token_ms": 50}

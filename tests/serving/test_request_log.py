@@ -13,7 +13,7 @@ import pytest
 from serving import replies
 
 from .chat_client import COMPLETIONS, ask, body, raw_request
-from .conftest import Server
+from .conftest import Server, scripted_server
 from .test_command import process
 from .test_engine import Crash, start
 from .test_metrics import read
@@ -147,12 +147,30 @@ async def test_a_client_that_leaves_is_noted(server, lines, stream, unit):
 
 
 async def test_probes_leave_no_line(server, lines):
-    for path in ("/health", "/metrics", "/v1/models"):
+    for path in ("/health", "/metrics"):
         await server.client.get(path)
     server.engine.state = "error"
     assert (await server.client.get("/health")).status_code == 503
     await server.client.get("/nowhere")
     assert (await the_line(server, lines))["path"] == "/nowhere"
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/admin/status", "/openapi.json", "/"])
+async def test_every_other_request_leaves_a_line(server, lines, path):
+    await server.client.get(path)
+    line = await the_line(server, lines)
+    assert (line["method"], line["path"], line["status"], line["outcome"]) == ("GET", path, 200, "finished")
+    assert (await read(server)).value("request_success_total", finished_reason="stop") == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_prompts_are_logged_where_that_is_asked_for(lines, stream):
+    async with scripted_server(log_prompts=True) as server:
+        await server.client.post(COMPLETIONS, json=body("1, 2 😀", stream=stream, n=2, user=SECRET))
+        line = await the_line(server, lines)
+        assert line["answers"] == ["1, 2 😀"] * 2
+        assert line["prompts"] == ["user\n1, 2 😀\nassistant\n"]
+        assert SECRET not in json.dumps(line)
 
 
 async def test_a_path_makes_neither_a_second_nor_an_endless_line(server, lines):
