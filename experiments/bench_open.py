@@ -5,14 +5,13 @@ within seconds, and needs little memory beyond weights and cache. Cost: about fo
 
     python -m experiments.bench_open --model qwen3-vl-2b --quant q4
 
-A preset is first written as a checkpoint of random weights and converted, in a folder that is removed afterwards. The
-first process fills the compile cache and is not measured. Prints a table and writes results/bench_open/.
+A preset is first written as a converted checkpoint of random weights, in a folder that is removed afterwards. The first
+process fills the compile cache and is not measured. Prints a table and writes results/bench_open/.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -28,15 +27,13 @@ from tqdm import tqdm
 
 import models
 from experiments.bench import Sample, parse, parser, spread, write_results
-from experiments.bench_steps import Memory, config_of, weight_bytes
+from experiments.bench_steps import Memory, weight_bytes
+from experiments.random_checkpoint import write_random_checkpoint
 from experiments.turns import Subject
 from models.cache import bytes_per_token
 from models.compilation import cache_folder
 from models.convert import convert
 from models.model import find_folder
-from models.presets import preset
-from models.switches import Switches
-from models.weights import random_network, save_weights
 
 QUICK = {"answer": 4}
 
@@ -70,18 +67,15 @@ class Opening:
 
 @contextmanager
 def converted(model: str, quant: str) -> Iterator[Path]:
-    """A folder with the converted checkpoint of a model, as long as it is needed."""
+    """A folder with the converted checkpoint of a model, random weights for a preset, as long as it is needed."""
     cache_folder().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_folder(), prefix="bench_open_") as name:
-        source, folder = find_folder(model), Path(name)
+        source, folder = find_folder(model), Path(name) / quant
         if source is None:
-            source = folder / "source"
-            source.mkdir()
-            config = config_of(model)
-            save_weights(random_network(config, "bfloat16", Switches()), config, source, "bfloat16")
-            (source / "config.json").write_text(json.dumps(preset(model)))
-        convert(source, folder / quant, quant)
-        yield folder / quant
+            write_random_checkpoint(model, quant, folder)
+        else:
+            convert(source, folder, quant)
+        yield folder
 
 
 def measure(options: argparse.Namespace) -> Iterator[Sample]:

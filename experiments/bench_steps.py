@@ -21,6 +21,7 @@ from jaxtyping import Array
 from models.cache import CacheType, LayerCache
 from models.compilation import enable_persistent_cache
 from models.config import ModelConfig, MoeConfig, parse_config
+from models.freed_memory import keep_freed_memory
 from models.inference import Inference, Layers, plan_chunks
 from models.model import find_folder, read_config
 from models.positions import rope_positions
@@ -43,6 +44,7 @@ def config_of(model: str) -> ModelConfig:
 def open_inference(model: str, quant: str, kv: CacheType) -> Inference:
     """The steps of a model with random weights; `quant` is a scheme of `models.quantisation`, or a dtype."""
     enable_persistent_cache()
+    keep_freed_memory()
     config, switches, scheme = config_of(model), Switches(), SCHEMES.get(quant)
     dtype = quant if scheme is None else "float32"
     return Inference(random_network(config, dtype, switches, scheme=scheme), config, switches, kv)
@@ -165,18 +167,24 @@ class Prefill:
         self.inference = open_inference(model, quant, kv)
 
     def prefill(self, length: int) -> dict[str, Any]:
-        """Milliseconds from a prompt of `length` random tokens to the first token of the answer."""
+        """Milliseconds from a prompt of `length` random tokens to the first token of the answer; and those to the end
+        of each chunk, with the tokens that were taken in by then."""
         inference, config = self.inference, self.inference.config
         placeholders = [token for token in (config.image_token, config.video_token) if token is not None]
         ids = np.random.default_rng(length).integers(0, min([config.text.vocab, *placeholders]), length)
         ids = ids.astype(np.int32)
         positions, _ = rope_positions(ids, (), config, inference.switches)
         sampling = inference.seat(inference.new_sampling(1), 0, SamplingParams(), ids)
-        start = time.perf_counter()
+        chunks, start = [], time.perf_counter()
         layers = inference.new_cache(1, length + 1)
         for chunk in plan_chunks(length):
             logits, layers = inference.prefill(layers, inference.chunk_input(0, chunk, ids, positions, None))
             logits.block_until_ready()
+            chunks.append((chunk.start + chunk.tokens, 1e3 * (time.perf_counter() - start)))
         sampled, _ = inference.sample(logits, sampling, 0)
         jax.device_get(sampled)
-        return {"ms": 1e3 * (time.perf_counter() - start)}
+        return {"ms": 1e3 * (time.perf_counter() - start), "chunks": chunks}
+
+
+class Steps(DecodeSteps, Prefill):
+    """Decode steps and prompts on one network, made as `DecodeSteps` is."""

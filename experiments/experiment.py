@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,21 +19,47 @@ from pathlib import Path
 from statistics import median
 from types import ModuleType
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from experiments.bandwidth import ReadBandwidth
 from experiments.bench import ROOT, Sample, command_line
-from experiments.environment import board, write_environment
+from experiments.environment import board, model_fingerprint, write_environment
+from experiments.served import folder_of
+from experiments.tiny_models import TINY_MODELS
 
 Cell = dict[str, Any]
 Measure = Callable[[Cell], list[Sample]]
-Verdict = Literal["holds", "does not hold", "cannot be judged on this machine"]
+Category = Literal["documented", "question", "guarantee", "beside"]
+Verdict = Literal[
+    "holds",
+    "does not hold",
+    "cannot be judged on this machine",
+    "not measured",
+    "answered",
+    "answered otherwise than expected",
+    "kept",
+    "broken",
+    "measured",
+]
 
-ELSEWHERE = "an absolute time of another machine"
-SAME_BOARD = 1.25  # on the documented board, a figure holds within this factor
+VERDICTS: Mapping[str, tuple[Verdict, Verdict]] = {
+    "documented": ("holds", "does not hold"),
+    "question": ("answered", "answered otherwise than expected"),
+    "guarantee": ("kept", "broken"),
+}
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+DOCUMENTED_BOARD = "RK3588"
+SAME_BOARD = 1.25  # on the documented board, an absolute figure holds if it is worse by no more than this factor
+ELSEWHERE = (
+    f"an absolute figure of another machine; on an {DOCUMENTED_BOARD} it holds if it is worse by no more than a factor "
+    f"of {SAME_BOARD}"
+)
+BESIDES = "[Raw data](raw.jsonl), [environment](environment.json), [plot](plot.svg)."
 # Told apart without colour too: by dashes, markers and hatches.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 
@@ -42,8 +69,14 @@ class Documented:
     """A figure of the articles or documents of the original, and how it is found and judged here.
 
     `printed` is the figure as printed, `value` the number of it that the median of `measured` is divided by, both in
-    `unit`. `holds` says of the measured values whether they bear it out; None marks an absolute figure, which only the
-    board that it was measured on can repeat. `why` says what the verdict rests on.
+    `unit`. `why` says what the verdict rests on.
+
+    `holds` says of the measured values whether they bear out what `category` says it is: a statement of the document;
+    a question that it asks its reader, of which `holds` is what is expected; a guarantee of this project where the
+    document has none; or what is measured beside documented figures, with nothing to hold. Without `holds` a statement
+    cannot be judged, unless `absolute` marks it as a time or memory ("at most") or a rate ("at least") of the
+    documented board, which such a board has to reach. `over_network` marks an absolute figure that means nothing with
+    the client on the server's machine.
     """
 
     what: str
@@ -55,42 +88,59 @@ class Documented:
     measured: Callable[[Sequence[Sample]], list[float]]
     holds: Callable[[list[float]], bool] | None = None
     why: str = ELSEWHERE
+    absolute: Literal["at most", "at least"] | None = None
+    category: Category = "documented"
+    over_network: bool = False
 
-    def found(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """The figure as a row of `figures.json`. One for which nothing was measured has no `measured`."""
+    def found(self, samples: Sequence[Sample], machine: str | None = None, *, remote: bool = False) -> dict[str, Any]:
+        """The figure as a row of `figures.json`. One for which nothing was measured has no `measured`. `machine` names
+        what was measured (None: this one), `remote` says that its client was another."""
         values = self.measured(samples)
-        told = {name: getattr(self, name) for name in ("what", "printed", "unit", "source", "configuration", "why")}
         if not values:
-            return told | {"verdict": "cannot be judged on this machine", "why": "not measured in this run"}
+            return self.unmeasured()
         middle = median(values)
         ratio = None if not self.value else middle / self.value
         numbers = {"measured": middle, "lowest": min(values), "highest": max(values), "n": len(values), "ratio": ratio}
-        return told | numbers | {"verdict": self._verdict(values, ratio)}
+        documented = DOCUMENTED_BOARD in (board() if machine is None else machine).upper()
+        on_board = documented and (remote or not self.over_network)
+        return self._told() | numbers | {"verdict": self._verdict(values, ratio, on_board)}
 
-    def _verdict(self, values: list[float], ratio: float | None) -> Verdict:
+    def unmeasured(self) -> dict[str, Any]:
+        """The row of a figure that was not measured."""
+        return self._told() | {"verdict": "not measured"}
+
+    def _told(self) -> dict[str, Any]:
+        names = ("what", "printed", "unit", "source", "configuration", "why", "category")
+        return {name: getattr(self, name) for name in names}
+
+    def _verdict(self, values: list[float], ratio: float | None, on_board: bool) -> Verdict:
         if self.holds is not None:
-            return "holds" if self.holds(values) else "does not hold"
-        if "RK3588" not in board() or ratio is None:
+            return VERDICTS[self.category][0 if self.holds(values) else 1]
+        if self.category in ("question", "beside"):
+            return "answered" if self.category == "question" else "measured"
+        if self.absolute is None or ratio is None or not on_board:
             return "cannot be judged on this machine"
-        return "holds" if 1 / SAME_BOARD <= ratio <= SAME_BOARD else "does not hold"
+        reached = ratio <= SAME_BOARD if self.absolute == "at most" else ratio >= 1 / SAME_BOARD
+        return "holds" if reached else "does not hold"
 
 
 class Raw:
-    """The samples of a run, in a file whose first line holds the run's settings."""
+    """The samples of a run, in a file whose first line holds the run's settings and the arguments that it got."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self.settings: dict[str, Any] | None = None
+        self.arguments: list[str] | None = None
         self.samples: list[Sample] = []
         if file.is_file():
-            head, *rows = file.read_text().splitlines()
-            self.settings = json.loads(head)["settings"]
-            self.samples = [json.loads(row) for row in rows]
+            head, *rows = map(json.loads, file.read_text().splitlines())
+            self.settings, self.arguments = head["settings"], head.get("arguments")
+            self.samples = rows
 
-    def begin(self, settings: Mapping[str, Any]) -> None:
+    def begin(self, settings: Mapping[str, Any], arguments: Sequence[str]) -> None:
         """Drops what was measured, for a new run."""
-        self.settings, self.samples = dict(settings), []
-        self.file.write_text(json.dumps({"settings": settings}) + "\n")
+        self.settings, self.arguments, self.samples = dict(settings), list(arguments), []
+        self.file.write_text(json.dumps({"settings": settings, "arguments": self.arguments}) + "\n")
 
     def missing(self, cells: Sequence[Cell]) -> list[Cell]:
         """The cells that were not measured."""
@@ -149,32 +199,59 @@ class Experiment:
         parser.add_argument(
             "--quick", action="store_true", help="a small run, in a folder for temporary files if --out names none"
         )
-        parser.add_argument("--out", type=Path, default=ROOT / "results" / self.name, help="folder of the results")
+        parser.add_argument(
+            "--out", type=Path, help=f"folder of the results: results/{self.name}, or in a folder of the server's"
+        )
         if "--quick" in arguments:
-            parser.set_defaults(**self.quick, out=Path(tempfile.gettempdir()) / f"kestrel_{self.name}")
-        return parser.parse_args(arguments)
+            parser.set_defaults(**self.quick)
+        options = parser.parse_args(arguments)
+        options.out = options.out or self._folder(options)
+        return options
+
+    def _folder(self, options: argparse.Namespace) -> Path:
+        """Where results go if nothing else is said: those of each server that ran already by themselves."""
+        url = getattr(options, "url", None)
+        if options.quick:
+            return Path(tempfile.gettempdir()) / "_".join(["kestrel", *([folder_of(url)] if url else []), self.name])
+        return ROOT / "results" / (folder_of(url) if url else "") / self.name
 
     def run(self, arguments: Sequence[str]) -> Path:
         """Measures and writes the folder of results, which it returns. A run with these settings that was stopped goes
-        on; one that is complete begins anew."""
+        on; one that is complete begins anew. With `--render` table and plot are those of the run that was measured,
+        whatever else the arguments say.
+
+        Raises:
+            SystemExit: there is nothing to render.
+        """
         options = self.parse(arguments)
         folder: Path = options.out
         folder.mkdir(parents=True, exist_ok=True)
         raw = Raw(folder / "raw.jsonl")
-        if not options.render:
-            self._measure(raw, options)
+        if options.render:
+            if not raw.samples:
+                sys.exit(f"{raw.file} holds nothing that was measured; run this without --render")
+            given = [argument for argument in arguments if argument != "--render"]
+            arguments = given if raw.arguments is None else raw.arguments
+            options = self.parse(arguments)
+        else:
+            self._measure(raw, options, arguments)
         self._write(folder, raw.samples, options, arguments)
         return folder
 
-    def _measure(self, raw: Raw, options: argparse.Namespace) -> None:
+    def _measure(self, raw: Raw, options: argparse.Namespace, arguments: Sequence[str]) -> None:
         """Every cell that is missing."""
         before, cells, settings = os.getloadavg(), self.cells(options), self._settings(options)
         if raw.settings != settings or not raw.missing(cells):
-            raw.begin(settings)
+            raw.begin(settings, arguments)
         with self.session(options) as measure:
             for cell in tqdm(raw.missing(cells), desc=self.name, unit="cell"):
                 raw.add(cell, measure(cell))
-        write_environment(raw.file.parent, load_average_before=before, settings_of_run=settings)
+        told = {"load_average_before": before, "settings_of_run": settings, "models": _fingerprints(options)}
+        if getattr(options, "server_machine", None):
+            told["server_machine"] = options.server_machine
+        if not options.quick:
+            told["bandwidth"] = ReadBandwidth(len(os.sched_getaffinity(0))).sample()  # GB/s
+        write_environment(raw.file.parent, **told)
 
     def _settings(self, options: argparse.Namespace) -> dict[str, Any]:
         settings = {name: value for name, value in vars(options).items() if name not in ("out", "render")}
@@ -184,10 +261,9 @@ class Experiment:
         self, folder: Path, samples: Sequence[Sample], options: argparse.Namespace, arguments: Sequence[str]
     ) -> None:
         """Table, plot and figures of all samples."""
-        shown = [argument for argument in arguments if argument != "--render"]
-        command = command_line(self.name, shown)
+        command = command_line(self.name, arguments)
         text = self.table(samples, options)
-        (folder / "table.md").write_text(f"    {command}\n\n{text}")
+        (folder / "table.md").write_text(f"    {command}\n\n{BESIDES}\n\n{text}")
         print(text)
         mpl.use("Agg")
         mpl.rcParams["svg.hashsalt"] = self.name  # the same samples give the same file
@@ -195,10 +271,38 @@ class Experiment:
         figure.savefig(folder / "plot.svg", metadata={"Date": None})
         figure.savefig(folder / "plot.png", dpi=110)
         plt.close(figure)
-        found = {"experiment": self.name, "command": command, "figures": [each.found(samples) for each in self.figures]}
+        machine, remote = judged_machine(options, folder)
+        figures = [each.found(samples, machine, remote=remote) for each in self.figures]
+        found = {"experiment": self.name, "command": command, "figures": figures}
         (folder / "figures.json").write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+
+
+def judged_machine(options: argparse.Namespace, folder: Path) -> tuple[str, bool]:
+    """What was measured, by name, as far as absolute figures go by it, and whether its client was another machine. A
+    small model is nothing to set beside a board's times, and of a server that ran already nothing is known but what
+    --server-machine says of it."""
+    if getattr(options, "url", None):
+        remote = urlsplit(options.url).hostname not in LOOPBACK
+        return options.server_machine or "", remote
+    named = getattr(options, "model", None) or []
+    if any(Path(name).name in TINY_MODELS for name in ([named] if isinstance(named, str) else named)):
+        return "", False
+    file = folder / "environment.json"  # of the run, which may have been on another machine than this one
+    return (json.loads(file.read_text()).get("board", "") if file.is_file() else board()), False
+
+
+def _fingerprints(options: argparse.Namespace) -> dict[str, str]:
+    """What tells the models of a run from others of their names; of a server that ran already nothing is known."""
+    named = getattr(options, "model", None) or []
+    names = [named] if isinstance(named, str) else named
+    return {} if getattr(options, "url", None) else {name: model_fingerprint(name) for name in names}
 
 
 def of(samples: Sequence[Sample], **cell: Any) -> list[Sample]:
     """The samples whose cell has these values."""
     return [sample for sample in samples if all(sample["cell"].get(name) == value for name, value in cell.items())]
+
+
+def by_repeat(samples: Sequence[Sample], **cell: Any) -> list[Sample]:
+    """The same in the order of their repeats, however these alternated."""
+    return sorted(of(samples, **cell), key=lambda sample: sample["cell"]["repeat"])

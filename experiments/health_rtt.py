@@ -1,13 +1,14 @@
 """How fast /health answers: with nothing to do, while an answer streams, and while the engine computes prompts.
 
-Claims: a probe is answered within 50 ms at the 99th percentile whatever the engine does; most of a round trip is the
-network's, not the server's. Documented: six probes of an idle server over the LAN, 7.2 to 42.6 ms. Cost: three minutes
-on 2 cores, 3 GiB of memory.
+Claims: a probe is answered within 50 ms at the 99th percentile whatever the engine does, which is this project's own
+goal; most of a round trip is the network's, not the server's. Documented: six probes of an idle server over the LAN,
+7.2 to 42.6 ms, and none of a busy one. Cost: three minutes on 2 cores, 3 GiB of memory.
 
     python -m experiments.health_rtt
 
 Every probe opens a connection of its own, as probes do, and the TCP handshake is timed apart. Writes
-results/health_rtt/. `--url` probes a server that runs already.
+results/health_rtt/. `--url` probes a server that runs already, into results/HOST_PORT/health_rtt/; with
+`--server-machine RK3588` its times are judged as those of the documented board are.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ from statistics import median
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
-from experiments.experiment import COLOURS, Cell, Documented, Experiment, Measure, Sample, of
+from experiments.experiment import COLOURS, SAME_BOARD, Cell, Documented, Experiment, Measure, Sample, of
 from experiments.http_client import connected, fetch
 from experiments.latency import stream
-from experiments.served import add_server_options, asked_server
+from experiments.served import add_server_options, asked_server, named, subject
 from experiments.server_process import Server
 
 IDLE, STREAMING, PREFILLING = "idle", "an answer streams", "a prompt is computed"
 STATES = (IDLE, STREAMING, PREFILLING)
+TICKS = (1, 2, 5, 10, 20, 50, 100)  # milliseconds
 INTERVAL = 0.02  # seconds between two probes
 SETTLING = 0.5  # seconds from the beginning of a load to the first probe
 LIMIT_MS = 50.0
@@ -115,13 +118,14 @@ async def repeated(ask: Callable[[int], Awaitable[None]]) -> AsyncIterator[None]
 
 async def stream_long(server: Server) -> None:
     """An answer of some length."""
-    await stream(server, {"messages": [{"role": "user", "content": "Count from 1 to 90."}], "max_tokens": 400})
+    body = {"messages": [{"role": "user", "content": "Count from 1 to 90."}], "max_tokens": 400}
+    await stream(server, named(server, body))
 
 
 async def send_prompt(server: Server, beginning: str, words: int) -> None:
     """A prompt that shares its beginning with no earlier one, so that all of it is computed."""
     body = {"prompt": f"{beginning}" + " one two three four" * (words // 4), "max_tokens": 1}
-    status, told = await fetch(server, "POST", "/v1/completions", json.dumps(body).encode())
+    status, told = await fetch(server, "POST", "/v1/completions", json.dumps(named(server, body)).encode())
     if status != 200:
         raise RuntimeError(f"the prompt was refused: {told}")
 
@@ -134,9 +138,12 @@ def milliseconds(samples: Sequence[Sample], state: str, part: str = "total_ns") 
 def table(samples: Sequence[Sample], options: argparse.Namespace) -> str:
     """A row per state."""
     lines = [
-        f"GET /health of {options.model} {options.quant}, a new connection for each probe, {1e3 * INTERVAL:g} ms after "
-        f"the last one; milliseconds from opening it to the whole answer, client on "
-        f"{'this machine' if not options.url else 'its own machine'}. Prompts have {options.words} words.",
+        f"GET /health of {subject(options, options.quant)}, a new connection for each probe, {1e3 * INTERVAL:g} ms "
+        "after the last one; milliseconds from opening it to the whole answer"
+        f"{'' if options.url else ', client on the same machine'}. Prompts have {options.words} words.",
+        "",
+        f"Warm-up: one probe, which is not counted; a busy server has had its load for {SETTLING:g} s. A server of "
+        "this project has compiled everything before it says that it is ready, so no time here contains compiling.",
         "",
         "| engine | probes | p50 | p95 | p99 | longest | TCP handshake, p50 | p99 must be | reached |",
         "|" + "---|" * 9,
@@ -160,10 +167,19 @@ def plot(samples: Sequence[Sample], options: argparse.Namespace) -> Figure:
         axis.hist(times, bins, color=COLOURS[number], label=f"{state}: {len(times)} probes")
         axis.axvline(float(np.percentile(times, 99)), color="black", ls="--", lw=1, label="99th percentile")
         axis.axvspan(7.2, 42.6, color="grey", alpha=0.25, label="documented, over a LAN: 7.2 to 42.6 ms")
-        axis.set(xscale="log", ylabel="probes")
+        axis.set(xscale="log", ylabel="probes", xticks=TICKS, xticklabels=map(str, TICKS), xlim=(bins[0], bins[-1]))
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.legend(fontsize=7)
     axes[-1].set_xlabel("round trip with TCP handshake (ms)")
     return figure
+
+
+def _spreads(samples: Sequence[Sample]) -> list[float]:
+    """From the fastest probe of an idle server to the 99th percentile, in each repeat."""
+    idle = of(samples, state=IDLE)
+    repeats = sorted({sample["cell"]["repeat"] for sample in idle})
+    times = [milliseconds(of(idle, repeat=repeat), IDLE) for repeat in repeats]
+    return [float(np.percentile(each, 99)) - min(each) for each in times]
 
 
 def _highest(samples: Sequence[Sample]) -> list[float]:
@@ -180,30 +196,45 @@ FIGURES = (
         SOURCE,
         BOARD,
         lambda samples: milliseconds(samples, IDLE),
-        None,
-        "the documented time is mostly network; here the client is on the same machine, unless --url names another",
+        why="the documented time is mostly network; here the client is on the same machine, unless --url names "
+        f"another. An RK3588 that another machine asks must not take longer by more than a factor of {SAME_BOARD}",
+        absolute="at most",
+        over_network=True,
     ),
     Documented(
         "/health is answered while the engine computes",
-        "7-43 ms",
-        42.6,
+        f"own goal: below {LIMIT_MS:g} ms",
+        None,
+        "ms",
+        SOURCE,
+        "the article has probed an idle server only",
+        _highest,
+        lambda values: max(values) < LIMIT_MS,
+        f"99th percentile of each state below {LIMIT_MS:g} ms, a goal of this project",
+        category="guarantee",
+    ),
+    Documented(
+        "the spread of probes is mainly the network's, not the server's",
+        "7.2 to 42.6 ms: 35.4 ms",
+        35.4,
         "ms",
         SOURCE,
         BOARD,
-        _highest,
-        lambda values: max(values) < LIMIT_MS,
-        f"99th percentile of each state below {LIMIT_MS:g} ms",
+        _spreads,
+        None,
+        "from the fastest probe of an idle server to the 99th percentile, with no network between unless --url names "
+        "another machine; how much of the documented spread was the network's, only the board can tell",
     ),
     Documented(
-        "the spread is the network's, not the server's",
-        "stated",
-        None,
+        "a round trip is mainly the network's, not the server's",
+        "7.2 ms at least",
+        7.2,
         "ms",
         SOURCE,
         BOARD,
         lambda samples: milliseconds(samples, IDLE),
-        lambda values: median(values) < 7.2,
-        "without a network between, the median of an idle server must be below the fastest documented probe",
+        None,
+        "an idle server, with no network between unless --url names another machine",
     ),
 )
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,6 +21,22 @@ LINE_LIMIT = 2**20
 SMALL_BUFFER = 4096
 
 
+def as_sent(message: dict[str, Any]) -> dict[str, Any]:
+    """A chat message as a request carries it: its pictures as PNG in data URLs."""
+    if isinstance(message["content"], str):
+        return message
+    return message | {"content": [_part_as_sent(part) for part in message["content"]]}
+
+
+def _part_as_sent(part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] != "image":
+        return part
+    file = io.BytesIO()
+    part["image"].save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 class BrokenError(Exception):
     """The connection ended before the answer did."""
 
@@ -28,10 +47,14 @@ class Connection:
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    host: str = "localhost"
+    key: str = ""
 
     def send(self, method: str, path: str, body: bytes | None = None, length: int | None = None) -> None:
         """Writes a request; `length` may announce another length than the body's."""
-        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: {self.host}\r\n"
+        if self.key:
+            head += f"Authorization: Bearer {self.key}\r\n"
         if body is not None:
             head += f"Content-Type: application/json\r\nContent-Length: {len(body) if length is None else length}\r\n"
         self.writer.write(head.encode() + b"\r\n" + (body or b""))
@@ -80,10 +103,15 @@ class Connection:
                 yield arrived, json.loads(line[6:])
 
 
+def host_header(server: Server) -> str:
+    """What requests call the server."""
+    return f"[{server.host}]:{server.port}" if ":" in server.host else f"{server.host}:{server.port}"
+
+
 @asynccontextmanager
 async def connected(server: Server, *, stuck: bool = False) -> AsyncIterator[Connection]:
     """A connection, closed in the end; a `stuck` one takes little without being read."""
-    client = socket.socket()
+    client = socket.socket(socket.AF_INET6 if ":" in server.host else socket.AF_INET)
     client.setblocking(False)
     if stuck:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
@@ -93,9 +121,10 @@ async def connected(server: Server, *, stuck: bool = False) -> AsyncIterator[Con
         client.close()
         raise
     limit = 4 * SMALL_BUFFER if stuck else LINE_LIMIT
-    reader, writer = await asyncio.open_connection(sock=client, limit=limit)
+    secured = {"ssl": ssl.create_default_context(), "server_hostname": server.host} if server.tls else {}
+    reader, writer = await asyncio.open_connection(sock=client, limit=limit, **secured)
     try:
-        yield Connection(reader, writer)
+        yield Connection(reader, writer, host_header(server), server.key)
     finally:
         writer.transport.abort()
 

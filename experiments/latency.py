@@ -41,8 +41,8 @@ def kind_of(frame: dict[str, Any]) -> tuple[str, str]:
 
 
 async def stream(server: Server, body: dict[str, Any]) -> dict[str, Any]:
-    """A chat request whose answer streams: `sent` and `events`, each of time (ns), kind and text; `metrics` as the
-    server tells them, where it does.
+    """A chat request whose answer streams: `sent` and `events`, each of time (ns), kind and text; `metrics` and
+    `usage` as the server tells them, where it does.
 
     Raises:
         RuntimeError: it was refused, or it failed.
@@ -56,12 +56,12 @@ async def stream(server: Server, body: dict[str, Any]) -> dict[str, Any]:
         if status != 200:
             raise RuntimeError(f"the request was refused: {status} {await connection.object(headers)}")
         events: list[tuple[int, str, str]] = []
-        metrics = None
+        metrics, usage = None, None
         async for arrived, frame in connection.frames():
-            metrics = frame.get("metrics", metrics)
+            metrics, usage = frame.get("metrics", metrics), frame.get("usage") or usage
             events.append((round(1e9 * arrived), *kind_of(frame)))
         events.append((time.monotonic_ns(), "done", ""))
-    return {"sent": sent, "events": events, "metrics": metrics}
+    return {"sent": sent, "events": events, "metrics": metrics, "usage": usage}
 
 
 def streamed(server: Server, body: dict[str, Any]) -> dict[str, Any]:

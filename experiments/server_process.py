@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
@@ -20,11 +20,15 @@ STOPPING_SECONDS = 60
 
 @dataclass(frozen=True)
 class Server:
-    """Where a server listens, and its process."""
+    """Where a server listens, and its process. One that was not started here may want TLS, a model's name in requests
+    and a key with them; "" for none."""
 
     host: str
     port: int
     pid: int
+    tls: bool = False
+    model: str = ""
+    key: str = field(default="", repr=False)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from experiments.bench import ROOT, command_line
 from experiments.http_client import CHAT, fetch
 from experiments.server_process import Server, running_server
-from experiments.soak_clients import LIMIT_SECONDS, Record, Soak, server_arguments
+from experiments.soak_clients import LIMIT_SECONDS, MAX_CONTEXT, Record, Soak, server_arguments
 from experiments.soak_overhead import measure_overhead
 from experiments.soak_report import Found, Memory, write
 from experiments.tiny_tasks import user
@@ -95,9 +95,10 @@ def note(options: argparse.Namespace) -> str:
         f"{options.clients} clients for {options.minutes:g} minutes, seed {options.seed}, on `{options.model}`. Each "
         "asks for its own code words, streamed or whole, or shows a picture, or leaves at a random moment (in the "
         "head, in the body, queued, computing, in mid-stream; by closing, a reset or a half close), sends garbage, or "
-        f"stalls (head, body, not reading); the server's limits for slow clients are {LIMIT_SECONDS} s. The overhead "
-        "per token is measured after that, by one client on an idle server: the gap between two frames as the client "
-        "sees it, less the time that the model took for the step of the same token.\n"
+        f"stalls (head, body, not reading). The server's limits for slow clients are {LIMIT_SECONDS} s; its context is "
+        f"{MAX_CONTEXT} tokens, because the memory of a cache counts only once a sequence has come so far. The "
+        "overhead per token is measured after that, by one client on an idle server: the gap between two frames as "
+        "the client sees it, less the time that the model took for the step of the same token.\n"
     )
 
 
@@ -112,7 +113,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     made.add_argument("--quick", action="store_true", help="check in about half a minute that everything works")
     made.add_argument("--out", type=Path, default=ROOT / "results" / "soak")
     if "--quick" in arguments:
-        made.set_defaults(minutes=0.1, clients=12, repeats=1, out=Path(tempfile.mkdtemp(prefix="soak_")))
+        made.set_defaults(minutes=1 / 3, clients=12, repeats=1, out=Path(tempfile.mkdtemp(prefix="soak_")))
     return made.parse_args(arguments)
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import io
 import json
 import socket
 import struct
@@ -17,13 +15,14 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
-from experiments.http_client import CHAT, BrokenError, Connection, connected, fetch
+from experiments.http_client import CHAT, BrokenError, Connection, as_sent, connected, fetch
 from experiments.server_process import Server
 from experiments.tiny_pictures import picture_tasks
 from experiments.tiny_tasks import REPEAT_EN, code_word, user
 
 LIMIT_SECONDS = 2  # the server's for slow clients, so that a stall is over soon
 MOST_BODY_BYTES = 2**20
+MAX_CONTEXT = 640  # tokens: a cache so small that all of its memory has been touched when the warm-up is over
 SERVER_ARGUMENTS = ("--header-timeout", "--body-timeout", "--stall-timeout")
 PATIENCE = 60  # seconds after which what has not ended is lost; a stall must be cut off much earlier
 PAUSE = 0.1  # seconds between a client's requests, on average
@@ -35,7 +34,7 @@ BUSY = {429: "turned away", 503: "turned away"}
 def server_arguments() -> list[str]:
     """The limits that the clients run into."""
     seconds = [argument for name in SERVER_ARGUMENTS for argument in (name, str(LIMIT_SECONDS))]
-    return [*seconds, "--max-body-bytes", str(MOST_BODY_BYTES)]
+    return [*seconds, "--max-body-bytes", str(MOST_BODY_BYTES), "--max-context", str(MAX_CONTEXT)]
 
 
 @dataclass
@@ -265,8 +264,11 @@ class Soak:
         with contextlib.suppress(ConnectionError):
             while data := await connection.reader.read(2**16):
                 found += data
-        cut = b"[DONE]" not in found if where == "answer" else b" 408 " in found[:20]
-        if cut:
+        status = found.removeprefix(b"HTTP/1.1 ")[:3]
+        cut = b"[DONE]" not in found if where == "answer" else status == b"408"
+        if where == "body" and status in (b"429", b"503"):  # said before the body, of which nothing is waited for
+            record.outcome = BUSY[int(status)]
+        elif cut:
             record.outcome = "cut off"
         else:
             record.note = f"a stall in the {where} went on: {found[-80:]!r}"
@@ -303,14 +305,4 @@ async def _go(connection: Connection, how: str) -> None:
 def _picture_message(random: Random) -> dict[str, Any]:
     """A picture with a question, as it is sent."""
     task = random.choice([task for name, task in picture_tasks().items() if name != "picture: missing"])
-    message = task(random)[0]
-    parts = []
-    for part in message["content"]:
-        if part["type"] == "image":
-            file = io.BytesIO()
-            part["image"].save(file, "PNG")
-            url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-            parts.append({"type": "image_url", "image_url": {"url": url}})
-        else:
-            parts.append(part)
-    return {"role": "user", "content": parts}
+    return as_sent(task(random)[0])

@@ -6,9 +6,13 @@ much per second as one. What is evaluated stays in `tiny_tasks` and `tiny_pictur
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 from experiments.tiny_pictures import (
+    Scene,
+    Shape,
+    alone,
     ask_colour,
     ask_how_many,
     ask_what,
@@ -17,6 +21,7 @@ from experiments.tiny_pictures import (
     crowded_scene,
     scene,
     show,
+    where_is,
 )
 from experiments.tiny_tasks import (
     ASK_CODE_EN,
@@ -96,27 +101,35 @@ def picture(random: Random) -> list[Message]:
         if pair is not None and len(asked) < MOST_QUESTIONS - 1:
             asked.setdefault(*pair)
     asked.setdefault(*ask_what(random, drawn))
-    (question, answer), *others = asked.items()
+    return questioned(random, drawn, list(asked.items()))
+
+
+def groups(random: Random) -> list[Message]:
+    """The description of a picture in which several groups of shapes have to be counted, then their numbers again."""
+    drawn = crowded_scene(random, place_clear=random.random() < 0.5)
+    return questioned(random, drawn, [ask_what(random, drawn), ask_how_many(random, drawn)])
+
+
+def places(random: Random) -> list[Message]:
+    """One picture of several shapes, and where each of them is that is alone in its kind and colour."""
+    single: list[Shape] = []
+    while len(single) < 2:
+        drawn = crowded_scene(random, place_clear=True)
+        single = alone(drawn)
+    random.shuffle(single)
+    return questioned(random, drawn, [where_is(random, shape) for shape in single])
+
+
+def questioned(random: Random, drawn: Scene, asked: Sequence[tuple[str, str]]) -> list[Message]:
+    """Questions about one picture, one after the other, with their answers."""
+    (question, answer), *others = asked
     messages = [show(drawn.draw(), vary(random, question)), assistant(answer)]
     for question, answer in others:
         messages += [user(vary(random, question)), assistant(answer)]
     return messages
 
 
-def groups(random: Random) -> list[Message]:
-    """The description of a picture in which several groups of shapes have to be counted, then their numbers again."""
-    drawn = crowded_scene(random, place_clear=random.random() < 0.5)
-    question, answer = ask_what(random, drawn)
-    again, number = ask_how_many(random, drawn)
-    return [
-        show(drawn.draw(), vary(random, question)),
-        assistant(answer),
-        {"role": "user", "content": vary(random, again)},
-        assistant(number),
-    ]
-
-
 def drills(pictures: bool) -> dict[str, Task]:
     """The drills of a model by name."""
     text: dict[str, Task] = {"drill: facts": facts, "drill: told": told}
-    return text | ({"drill: picture": picture, "drill: groups": groups} if pictures else {})
+    return text | ({"drill: picture": picture, "drill: groups": groups, "drill: places": places} if pictures else {})

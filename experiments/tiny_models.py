@@ -55,6 +55,7 @@ WEIGHTS = {
     "picture: missing": 0.2,
     "drill: picture": 10.0,
     "drill: groups": 5.0,
+    "drill: places": 5.0,
 }
 SEEING_UNTIL = 0.06  # share of the time in which a vision tower learns alone
 COPYING_FOR = 0.12  # share of the time after that in which copying is taught first
@@ -95,13 +96,15 @@ LOOKING_WEIGHTS = WEIGHTS | {
     "picture: yes or no": 7.0,
     "picture: second turn": 7.0,
     "drill: picture": 14.0,
-    "lookup": 6.0,
+    "lookup": 9.0,
     "drill: groups": 10.0,
+    "picture: place": 7.0,
+    "drill: places": 8.0,
 }
 FINISHING_WEIGHTS = WEIGHTS | {
     "counting": 3.0,
     "arithmetic": 8.0,
-    "lookup": 9.0,
+    "lookup": 10.0,
     "repeating": 9.0,
     "greeting": 1.0,
     "outside": 1.5,
@@ -114,6 +117,8 @@ FINISHING_WEIGHTS = WEIGHTS | {
     "picture: second turn": 5.0,
     "drill: picture": 11.0,
     "drill: groups": 9.0,
+    "picture: place": 7.0,
+    "drill: places": 8.0,
 }
 
 

@@ -1,8 +1,14 @@
-"""Drawn pictures of a few coloured shapes, and what can be asked about them."""
+"""Drawn pictures of a few coloured shapes, and what can be asked about them.
+
+    python -m experiments.tiny_pictures shapes.png
+
+draws the picture that the examples of README.md ask about.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from random import Random
@@ -70,6 +76,18 @@ class Scene:
         image = image.resize((self.width, self.height), Image.Resampling.BOX)
         image.info["spec"] = self
         return image
+
+
+EXAMPLE = Scene(
+    200,
+    200,
+    BACKGROUNDS[0],
+    (
+        Shape("square", "blue", 0.2, 0.8, 0.1),
+        Shape("circle", "red", 0.5, 0.3, 0.15),
+        Shape("square", "blue", 0.8, 0.8, 0.1),
+    ),
+)
 
 
 def _draw_shape(canvas: ImageDraw.ImageDraw, shape: Shape, width: int, height: int) -> None:
@@ -244,16 +262,20 @@ def ask_colour(random: Random, scene: Scene) -> tuple[str, str] | None:
     return question.format(k=shape.kind), f"The {shape.kind} is {shape.colour}."
 
 
+def alone(scene: Scene) -> list[Shape]:
+    """The shapes that are alone in their kind and colour."""
+    counted = Counter((shape.kind, shape.colour) for shape in scene.shapes)
+    return [shape for shape in scene.shapes if counted[shape.kind, shape.colour] == 1]
+
+
 def ask_where(random: Random, scene: Scene) -> tuple[str, str] | None:
     """The place of a shape that is alone in its kind and colour."""
-    single = [
-        shape
-        for shape in scene.shapes
-        if sum((other.kind, other.colour) == (shape.kind, shape.colour) for other in scene.shapes) == 1
-    ]
-    if not single:
-        return None
-    shape = random.choice(single)
+    single = alone(scene)
+    return where_is(random, random.choice(single)) if single else None
+
+
+def where_is(random: Random, shape: Shape) -> tuple[str, str]:
+    """The place of this shape."""
     row, column = shape.place
     if random.random() < 0.35:
         name = COLOURS_ZH[shape.colour] + SHAPES_ZH[shape.kind]
@@ -330,3 +352,8 @@ def picture_tasks() -> dict[str, Task]:
         "picture: second turn": second_turn,
         "picture: missing": missing,
     }
+
+
+if __name__ == "__main__":
+    [file] = sys.argv[1:]
+    EXAMPLE.draw().save(file)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from itertools import islice
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import matplotlib as mpl
@@ -17,7 +15,7 @@ from tqdm import tqdm
 
 import models
 from experiments.environment import write_environment
-from experiments.tiny_data import conversations
+from experiments.exercises import held_out, is_right
 from experiments.tiny_models import COPYING_FOR, FINISHING_FROM, LOOKING_FROM, PRACTISING_FROM, SEEING_UNTIL, TinyModel
 from experiments.tiny_tasks import Task, outside
 
@@ -32,14 +30,13 @@ def evaluate(model: TinyModel, folder: Path, count: int) -> list[dict[str, Any]]
     tasks: dict[str, Task] = dict(model.tasks()) | {"outside, new wordings": outside(model.pictures, unseen=True)}
     rows = []
     for name, task in tasks.items():
-        source = conversations({"": (task, 1.0)}, Random(f"report {name}"), evaluation=True)
-        for messages in tqdm(islice(source, count), total=count, desc=name, leave=False):
+        for messages in tqdm(held_out(task, f"report {name}", count), desc=name, leave=False):
             steps = loaded.generate(messages[:-1], max_tokens=LONGEST_ANSWER)
             given, wanted = "".join(step.text for step in steps), messages[-1]["content"]
             asked = messages[-2]["content"]
             text = asked if isinstance(asked, str) else asked[-1]["text"]
-            right = given.split() == wanted.split()
-            rows.append({"task": name, "asked": text, "wanted": wanted, "given": given, "right": right})
+            told = {"task": name, "asked": text, "wanted": wanted, "given": given}
+            rows.append(told | {"right": is_right(given, wanted)})
     return rows
 
 

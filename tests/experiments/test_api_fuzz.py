@@ -49,17 +49,34 @@ async def test_a_failure_is_seen():
     assert any(isinstance(failure, ServerError) for failure in found.value.exceptions)
 
 
-async def test_a_failure_in_a_stream_is_seen():
-    document = only("/v1/chat/completions")
-    fields = document["components"]["schemas"]["ChatRequest"]
+def streaming(path: str, request: str) -> dict:
+    """The document with one path, whose requests all ask for a stream."""
+    document = only(path)
+    fields = document["components"]["schemas"][request]
     fields["properties"]["stream"] = {"const": True}
     fields["required"].append("stream")
-    content = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
-    content["example"]["stream"] = True
+    document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"]["stream"] = True
+    return document
+
+
+@pytest.mark.parametrize(
+    ("path", "request_name"),
+    [
+        ("/v1/chat/completions", "ChatRequest"),
+        ("/v1/completions", "CompletionRequest"),
+        ("/v1/messages", "MessagesRequest"),
+    ],
+)
+async def test_every_event_of_a_stream_is_in_the_document(path, request_name):
+    statuses = await send(streaming(path, request_name), ScriptedModel(max_context=512), EXAMPLES)
+    assert statuses[f"POST {path}", "positive"][200], api_fuzz.table(statuses)
+
+
+async def test_a_failure_in_a_stream_is_seen():
     model = ScriptedModel()
     model.items = None
     with pytest.raises(FailureGroup) as found:
-        await send(document, model, 20)
+        await send(streaming("/v1/chat/completions", "ChatRequest"), model, 20)
     assert any("the stream failed" in str(failure) for failure in found.value.exceptions)
 
 

@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+import numpy as np
 import pytest
 
 from experiments import flush_ablation
@@ -74,23 +75,33 @@ def test_bursts_are_events_that_come_together():
 def test_every_figure_is_read_off_the_streams_that_it_is_about():
     found = [figure.found(SAMPLES) for figure in FIGURES]
     assert [row["measured"] for row in found] == pytest.approx([3, 1, 0, 1, 8, 401 / 50, 1])
-    assert {row["verdict"] for row in found} == {"holds"}
+    asked = [row["verdict"] for row in found if row["category"] == "question"]
+    assert asked == ["answered"] * 4
+    assert [row["verdict"] for row in found if row["category"] == "documented"] == ["holds"] * 3
     late = made_up(DIRECT, FOUR, [300, 500], role=90)
-    assert FIGURES[0].found([SAMPLES[0], late])["verdict"] == "does not hold"
+    assert FIGURES[0].found([SAMPLES[0], late])["verdict"] == "answered otherwise than expected"
     assert FIGURES[2].found([SAMPLES[0], late])["verdict"] == "does not hold"
+
+
+def test_the_documented_stream_is_drawn_with_as_many_tokens_as_it_has():
+    described = flush_ablation.between()
+    assert len(flush_ablation.PRINTED_MS) + len(described) + 1 == flush_ablation.DOCUMENTED_TOKENS
+    gaps = np.diff([flush_ablation.PRINTED_MS[-1], *described, flush_ablation.LAST_MS])
+    assert min(gaps) == pytest.approx(max(gaps))
+    assert 50 < gaps[0] < 60
 
 
 def test_without_nginx_its_paths_are_left_out():
     options = Namespace(nginx=None, repeats=2)
     assert [cell["per_event"] for cell in flush_ablation.cells(options)] == [ONE, FOUR, FOUR, ONE]
-    assert FIGURES[-1].found(SAMPLES[:2])["why"] == "not measured in this run"
+    assert FIGURES[-1].found(SAMPLES[:2])["verdict"] == "not measured"
 
 
 def test_table_and_plot_show_every_path():
     options = Namespace(model="tiny-vl", tokens=8, pace=50.0)
     rows = flush_ablation.table(SAMPLES, options).splitlines()
     assert f"| {DIRECT} | 4 | 1 | 5 (5..5) | 200 (200..200) | 50.0 (50.0..50.0) | 4.0 (4.0..4.0) |" in "\n".join(rows)
-    assert len(rows) == 4 + len(SAMPLES)
+    assert len(rows) == 6 + len(SAMPLES)
     assert len(flush_ablation.plot(SAMPLES, options).axes[0].get_yticklabels()) == 1 + len(SAMPLES)
 
 

@@ -34,13 +34,18 @@ def test_table_plot_and_figures_of_made_up_samples():
     assert "| tiny-vl | 0 to 128 | 20 | 1.0000 | +0.0150 (+0.0100..+0.0200) | +0.0750 (+0.0500..+0.1000) |" in text
     assert "| tiny-moe | all | 60 | 1.6667 | +0.0150 (+0.0100..+0.0200) | +0.0750 (+0.0500..+0.1000) |" in text
     assert "| int8 | 59,136 | 30.2 (30.2..30.2) |" in text
-    mean, most, full, narrow = (figure.found(found) for figure in EXPERIMENT.figures)
-    assert (mean["measured"], mean["verdict"]) == (pytest.approx(0.075), "holds")
+    mean, most, full, narrow, share, pace = (figure.found(found) for figure in EXPERIMENT.figures)
+    assert (mean["measured"], mean["n"], mean["verdict"]) == (pytest.approx(0.075), 2, "holds")
     assert (most["measured"], most["verdict"]) == (pytest.approx(0.1), "holds")
     assert (full["verdict"], narrow["verdict"]) == ("holds", "holds")
+    assert (share["measured"], share["verdict"]) == (pytest.approx(0.258, abs=1e-3), "holds")
+    assert (pace["measured"], pace["n"]) == (pytest.approx(33.5 / 30.9, abs=1e-3), 2)
+    assert pace["verdict"] == "cannot be judged on this machine"
     assert EXPERIMENT.plot(found, options).axes
     worse = [sample | {"nll": [3 * nats for nats in sample["nll"]]} for sample in found if "nll" in sample]
     assert EXPERIMENT.figures[0].found(worse)["verdict"] == "does not hold"
+    lost = [sample | {"nll": [sample["nll"][0], 0.0, 0.0]} for sample in found if "nll" in sample]
+    assert EXPERIMENT.figures[0].found(lost) == mean  # beyond the first stretch nothing is judged
 
 
 def test_answers_with_their_ends_are_what_counts():

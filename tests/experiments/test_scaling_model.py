@@ -7,6 +7,7 @@ import pytest
 from experiments import scaling_model
 from experiments.bench import OURS, THEIRS
 from experiments.bench_steps import open_inference, weight_bytes
+from experiments.environment import write_environment
 from experiments.scaling_model import BOARD, EXPERIMENT, HERE, MACHINES, POINTS, SHAPE, THIRTY, TWO
 
 GB = {TWO: 1.0, "qwen3-vl-8b": 4.0, THIRTY: 2.0}
@@ -38,6 +39,7 @@ EXPERIMENT_STEPS = [{"quant": "q4", "context": 256, "ms": 60.0, "floor": 50.0, "
 def test_table_plot_and_figures_of_made_up_samples(tmp_path):
     (tmp_path / "decode-2b").mkdir()
     (tmp_path / "decode-2b" / "raw.jsonl").write_text("")
+    write_environment(tmp_path / "decode-2b")
     options = EXPERIMENT.parse(["--speed", str(tmp_path), "--repeats", "1"])
     found = list(samples(options))
     text = EXPERIMENT.table(found, options)
@@ -48,11 +50,22 @@ def test_table_plot_and_figures_of_made_up_samples(tmp_path):
     assert f"| {BOARD} | {TWO} | q4 | 50 | 1.00 | 20.0 | 59% |" in text
     verdicts = {figure.what: figure.found(found)["verdict"] for figure in EXPERIMENT.figures}
     assert [what for what, verdict in verdicts.items() if verdict == "does not hold"] == [
-        "2B on the board in 50 ms per token, if its weights are q8, is possible: bandwidth that it needs",
+        "2B on the board in 50 to 55 ms per token, if its weights are q8, is possible: bandwidth that it needs",
+    ]
+    assert [what for what, verdict in verdicts.items() if verdict == "answered otherwise than expected"] == [
         "30B-A3B over 8B on the board goes by the bytes read",
         "30B-A3B over 8B on 64 N1 cores goes by the bytes read",
     ]
+    assert verdicts["bytes that q4 weights add to those of a 2B model in q8"] == "holds"
     assert EXPERIMENT.plot(found, options).axes
+
+
+def test_steps_of_another_machine_are_not_taken_for_those_of_this(tmp_path):
+    (tmp_path / "decode-2b").mkdir()
+    (tmp_path / "decode-2b" / "raw.jsonl").write_text("")
+    write_environment(tmp_path / "decode-2b", cpu="Cortex-A76")
+    cells = EXPERIMENT.cells(EXPERIMENT.parse(["--speed", str(tmp_path)]))
+    assert not [cell for cell in cells if cell["part"] not in (SHAPE, HERE)]
 
 
 def test_measured_steps_are_read_with_their_floors(tmp_path):

@@ -19,7 +19,7 @@ ANSWERS = ("table.md", "plot.svg", "plot.png", "environment.json", "server.json"
 def test_a_short_soak_loses_and_mixes_nothing(tmp_path, capsys):
     found = soak.main(["--quick", "--out", str(tmp_path)])
     assert not [record for record in found.records if record.outcome == "lost" or record.mixed]
-    assert {record.outcome for record in found.records} >= {"answered", "refused", "left"}
+    assert {record.outcome for record in found.records} >= {"answered", "refused", "left", "cut off"}
     rows = {}
     for line in (tmp_path / "table.md").read_text().splitlines():
         if line.startswith("| "):
@@ -90,6 +90,14 @@ async def test_a_client_that_is_not_cut_off_is_lost():
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
                 await crowd._stall(Random(first_choice("head")), Record("stall", 0.0))
+
+
+async def test_a_client_that_is_turned_away_before_its_body_is_not_lost():
+    async with scripted_server(ScriptedModel(), min_free_mb=10**9) as server:
+        record = Record("stall", 0.0)
+        crowd = Soak(Server("127.0.0.1", server.port, 0), 1, [], lambda record: None)
+        await crowd._stall(Random(first_choice("body")), record)
+    assert (record.outcome, record.note) == ("turned away", "")
 
 
 def first_choice(wanted: str) -> int:

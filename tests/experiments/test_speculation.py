@@ -32,14 +32,20 @@ def test_table_plot_and_figures_of_made_up_samples():
     text = EXPERIMENT.table(found, options)
     assert f"| tiny-vl | {COPIED} | 4 | 1 of 1 | 50.0% | 2.00 |" in text
     assert f"| tiny-vl | {FREE} | 8 | 1 of 1 |  | 1.00 |" in text
-    assert f"| 4 | each right with probability {REPETITIVE} | 62.5% | 6.0 (6.0..6.0) | 1.67 (1.67..1.67) |" in text
+    assert f"| 4 | {REPETITIVE} of them right | 62.5% | 6.0 (6.0..6.0) | 1.67 (1.67..1.67) |" in text
     assert "| 0 |  |  | 10.0 (10.0..10.0) | 1.00 (1.00..1.00) |" in text
-    repetitive, free, right, same = (figure.found(found) for figure in EXPERIMENT.figures)
+    repetitive, free, *wrong, exact, text, pictures, right, same = (
+        figure.found(found) for figure in EXPERIMENT.figures
+    )
     assert (repetitive["measured"], repetitive["verdict"]) == (pytest.approx(100 / 60), "holds")
     assert (free["measured"], free["verdict"]) == (1, "holds")
+    assert [each["measured"] for each in wrong] == [pytest.approx(100 / 110)] * 2
+    assert {each["verdict"] for each in wrong} == {"cannot be judged on this machine"}
+    assert [each["verdict"] for each in (exact, text, pictures)] == ["does not hold", "holds", "holds"]
     assert (right["measured"], right["verdict"]) == (0.5, "does not hold")
     assert (same["measured"], same["verdict"]) == (1, "holds")
-    assert EXPERIMENT.plot(found, options).axes
+    shares = EXPERIMENT.plot(found, options).axes[1]
+    assert [label.get_text() for label in shares.texts].count("no guesses") == 2
     other = [sample | {"tokens": [1]} if sample["cell"]["guesses"] == 8 else sample for sample in found]
     assert EXPERIMENT.figures[-1].found(other)["verdict"] == "does not hold"
 
@@ -57,7 +63,7 @@ def test_right_guesses_spare_steps_and_wrong_ones_change_nothing():
     ids = random_ids(inference.config, 16, 0)
 
     def said(guesses: int, share: float) -> dict:
-        draft = speculation.made_up({"share": share}, 0)
+        draft = speculation.made_up(share)
         return speculation.answer(Batch(inference, 64, BatchLimits(draft=guesses)), request(ids, 11), draft)
 
     alone, right, wrong, nothing = said(0, 1.0), said(2, 1.0), said(2, 0.0), said(2, NOTHING)

@@ -44,6 +44,7 @@ def samples():
     opening = [{"quant": "q4", "repeat": 0, "open_ms": 800.0, "first_token_ms": 1200.0, "resident": 7e8}]
     return {
         "decode-2b": decode_samples(["q4", "q8"], [256, 2048], [1]),
+        "context-2b": decode_samples(["q4"], [256, 2048], [1]),
         "batch-2b": decode_samples(["q4"], [256], [1, 8]),
         "decode-8b": decode_samples(["q4"], [256], [1]),
         "decode-30b-a3b": decode_samples(["q4"], [256], [1]),

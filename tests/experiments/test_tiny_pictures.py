@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from experiments.tiny_drills import drills
 from experiments.tiny_pictures import (
     COLOURS,
     COLOURS_ZH,
+    EXAMPLE,
     NUMBERS,
     PLACES,
     SHAPES,
@@ -118,15 +120,9 @@ def count_of(word: str) -> int:
 
 
 def test_the_documented_picture() -> None:
-    shapes = (
-        Shape("square", "blue", 0.2, 0.8, 0.1),
-        Shape("circle", "red", 0.5, 0.3, 0.15),
-        Shape("square", "blue", 0.8, 0.8, 0.1),
-    )
-    drawn = Scene(200, 200, (255, 255, 255), shapes)
-    assert describe(drawn) == "A red circle and two blue squares."
-    assert describe_zh(drawn) == "一个红色圆形和两个蓝色正方形。"
-    assert in_words(find_shapes(drawn.draw())) == {"red circle": 1, "blue square": 2}
+    assert describe(EXAMPLE) == "A red circle and two blue squares."
+    assert describe_zh(EXAMPLE) == "一个红色圆形和两个蓝色正方形。"
+    assert in_words(find_shapes(EXAMPLE.draw())) == {"red circle": 1, "blue square": 2}
 
 
 def test_same_seed_same_picture() -> None:
@@ -166,11 +162,27 @@ def test_colours_match_the_pixels() -> None:
         assert answer == f"The {kind} is {colour}."
 
 
+def place_answer(question: str, shapes: list[Found]) -> str:
+    """The answer to an English question for the place of a shape."""
+    name = re.search(rf"({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})", question)
+    (field,) = (shape.field for shape in shapes if (shape.colour, shape.kind) == name.groups())
+    return f"The {name[0]} is {NAMED_PLACES[field]}."
+
+
 def test_places_match_the_pixels() -> None:
     for question, answer, shapes in english("picture: place"):
-        name = re.search(rf"({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})", question)
-        (field,) = (shape.field for shape in shapes if (shape.colour, shape.kind) == name.groups())
-        assert answer == f"The {name[0]} is {NAMED_PLACES[field]}."
+        assert answer == place_answer(question, shapes)
+
+
+def test_the_drill_of_places_asks_for_every_shape_that_is_alone() -> None:
+    random = Random(8)
+    for _ in range(12):
+        messages = drills(True)["drill: places"](random)
+        shapes = find_shapes(asked(messages)[2])
+        assert len(messages) == 2 * sum(number == 1 for number in in_words(shapes).values())
+        for end in range(2, len(messages) + 1, 2):
+            question, answer, _ = asked(messages[:end])
+            assert not question.isascii() or answer == place_answer(question, shapes)
 
 
 def test_yes_and_no_match_the_pixels() -> None:
