@@ -29,7 +29,7 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
     """The application around an engine."""
     app = Quart("serving", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes or None
-    app.config["BODY_TIMEOUT"] = None  # see `json_body.read_body`
+    app.config["BODY_TIMEOUT"] = None  # see `json_body.Bodies`
     app.config["RESPONSE_TIMEOUT"] = None  # a slow reader may take long; one that takes nothing is cut off elsewhere
     app.json.sort_keys = False
     app.url_map.merge_slashes = False  # a redirect would be the only answer that is not JSON

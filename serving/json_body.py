@@ -12,8 +12,10 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from quart import request
+from werkzeug.exceptions import RequestEntityTooLarge
 
 from serving.errors import ApiError, bad_request
+from serving.settings import Settings
 
 DEEPEST_NESTING = 64
 MOST_MESSAGES = 2048
@@ -33,38 +35,65 @@ Fields = TypeVar("Fields", bound=Strict)
 Parsed = TypeVar("Parsed")
 
 
-async def read_request(parse: Callable[[bytes], Parsed], seconds: float, parser: Executor) -> Parsed:
-    """What `parse` makes of the request's body, which may take so many seconds to come. A large one is parsed by
-    `parser`: on the event loop it would hold up everybody. One thread is enough, and keeps memory small: Python runs
-    no two at a time.
+class Bodies:
+    """Takes in the bodies of requests, which may take up so much memory together.
 
-    Raises:
-        ApiError: those of `read_body` and of `parse`.
+    A large body is parsed by `parser`: on the event loop it would hold up everybody. One thread is enough, and keeps
+    memory small: Python runs no two at a time.
     """
-    body = await read_body(seconds)
-    if len(body) <= SMALL_BODY:
-        return parse(body)
-    return await asyncio.get_running_loop().run_in_executor(parser, parse, body)
 
+    def __init__(self, settings: Settings, parser: Executor) -> None:
+        self._settings = settings
+        self._parser = parser
+        self.held = 0  # bytes that are being received or parsed, of all requests
 
-async def read_body(seconds: float) -> bytes:
-    """The request's body, which may take so many seconds; 0: any number. Quart's own time limit uses
-    `asyncio.wait_for`, which up to Python 3.11 loses a cancellation that arrives together with the body: the request of
-    a client that hangs up at once would run to its end.
+    async def read(self, parse: Callable[[bytes], Parsed]) -> Parsed:
+        """What `parse` makes of the request's body.
 
-    Only what says that it is JSON is taken: browsers send other types across origins without asking, which would let
-    any web page use a server on its reader's own machine.
+        Only what says that it is JSON is taken: browsers send other types across origins without asking, which would
+        let any web page use a server on its reader's own machine.
 
-    Raises:
-        ApiError: 415 for another type of content; 408 if the body takes longer.
-    """
-    if not request.is_json or request.headers.get("Content-Encoding", "identity") != "identity":
-        raise ApiError(415, "the body should be JSON, sent as 'Content-Type: application/json' and not compressed")
-    try:
-        async with asyncio.timeout(seconds or None):
-            return await request.get_data(cache=False)  # it would be kept as long as the answer takes
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {seconds:g} seconds") from None
+        Raises:
+            ApiError: 415 for another type of content; 408 if the body takes longer than it may; 503 if there is no
+                room for it; those of `parse`.
+            RequestEntityTooLarge: For one that is larger than a body may be.
+        """
+        if not request.is_json or request.headers.get("Content-Encoding", "identity") != "identity":
+            raise ApiError(415, "the body should be JSON, sent as 'Content-Type: application/json' and not compressed")
+        chunks: list[bytes] = []
+        try:
+            await self._receive(chunks)
+            body = b"".join(chunks)
+            if len(body) <= SMALL_BODY:
+                return parse(body)
+            return await asyncio.get_running_loop().run_in_executor(self._parser, parse, body)
+        finally:
+            self.held -= sum(map(len, chunks))
+
+    async def _receive(self, chunks: list[bytes]) -> None:
+        """Adds what comes to `chunks`. Quart's own time limit uses `asyncio.wait_for`, which up to Python 3.11 loses a
+        cancellation that arrives together with the body: the request of a client that hangs up at once would run to
+        its end."""
+        seconds, received = self._settings.body_timeout, 0
+        try:
+            async with asyncio.timeout(seconds or None):
+                async for chunk in request.body:
+                    chunks.append(chunk)
+                    received += len(chunk)
+                    self.held += len(chunk)
+                    self._check(received)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {seconds:g} seconds") from None
+
+    def _check(self, received: int) -> None:
+        """Refuses a body that is too large: by itself, or beside the others. A small one has always room, so that a few
+        large ones that never end keep nobody else out."""
+        if 0 < self._settings.max_body_bytes < received:
+            raise RequestEntityTooLarge
+        room = self._settings.max_bodies_mb << 20
+        if 0 < room < self.held and SMALL_BODY < received < self.held:
+            message = f"the bodies of other requests take up {self._settings.max_bodies_mb} MB, which is the limit"
+            raise ApiError(503, f"{message}; retry later", code="bodies_full", retry_after=1)
 
 
 def read_fields(kind: type[Fields], body: bytes) -> Fields:

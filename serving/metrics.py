@@ -110,6 +110,10 @@ class Metrics:
         for state in states:
             series(state).set_function(lambda state=state: current() == state)
 
+    def watch_bodies(self, held: Callable[[], int]) -> None:
+        """Shows how much the bodies take up that are being taken in."""
+        self._new(Gauge, "request_body_bytes", "Bodies being received or parsed.").set_function(held)
+
     def watch_slots(self, slots: Callable[[], dict[str, int]]) -> None:
         """Shows the slots of the cache."""
         self._watch_each(

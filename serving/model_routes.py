@@ -14,7 +14,7 @@ from serving.completions import parse_completion_request
 from serving.engine import Engine
 from serving.errors import ApiError
 from serving.job import Job
-from serving.json_body import Parsed, read_request
+from serving.json_body import Bodies, Parsed
 from serving.messages_request import parse_count_request, parse_messages_request
 from serving.settings import Settings
 from serving.tokens import parse_tokenize_request
@@ -25,13 +25,15 @@ def model_routes(
 ) -> Blueprint:
     """The routes around an engine; `workers` build prompts, `parser` takes large bodies apart."""
     blueprint = Blueprint("model", __name__)
+    bodies = Bodies(settings, parser)
+    engine.metrics.watch_bodies(lambda: bodies.held)
     counter = tokens.TokenCounter(engine, workers)
     ping_seconds = settings.ping_seconds or None
 
     async def read(parse: Callable[[bytes], Parsed], check: Callable[[], None] = engine.check_room) -> Parsed:
         """The request, unless `check` finds that it would be refused: then not even its body is taken in."""
         check()
-        return await read_request(parse, settings.body_timeout, parser)
+        return await bodies.read(parse)
 
     def admit(model: str | None) -> Job:
         """A place for this request, given back however its task ends, even before its stream has begun."""

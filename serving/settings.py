@@ -47,6 +47,7 @@ class Settings:
     max_context: int | None = None
     max_image_tokens: int = 1280
     max_body_bytes: int = 32 * 2**20
+    max_bodies_mb: int = 256
     header_timeout: float = 20.0
     body_timeout: float = 60.0
     idle_timeout: float = 75.0
@@ -137,6 +138,12 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
         "--max-image-tokens", type=int, default=default.max_image_tokens, help="tokens of one picture or one video"
     )
     parser.add_argument("--max-body-bytes", type=_count, default=default.max_body_bytes, help="size of a request")
+    parser.add_argument(
+        "--max-bodies-mb",
+        type=_count,
+        default=default.max_bodies_mb,
+        help="MB of bodies that are being taken in, of all requests together; 0 for no limit",
+    )
     parser.add_argument(
         "--header-timeout", type=_seconds, default=default.header_timeout, help="seconds for a request's head; 0: any"
     )

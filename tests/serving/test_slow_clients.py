@@ -284,3 +284,43 @@ async def test_an_offer_to_speak_http_2_is_not_taken_up():
         reader, writer = await connect(server, HEALTH[:-2] + offer)
         assert (await answer(reader))[0] == 200
         writer.close()
+
+
+async def bodies(server: Server) -> float:
+    """Bytes of the bodies that are being taken in."""
+    return (await read(server)).value("request_body_bytes")
+
+
+async def test_the_bodies_of_all_requests_together():
+    """They take up so much and no more; who comes on top is told at once, unless it is small."""
+    large = {"messages": [{"role": "user", "content": "hi"}], "padding": "x" * 700_000}
+    text = json.dumps(large).encode()
+    head = POST + b"Content-Length: %d\r\n\r\n" % len(text)
+    async with scripted_server(max_bodies_mb=1) as server:
+        first, slow = await connect(server, head + text[:-1])
+        while await bodies(server) < len(text) - 1:
+            await asyncio.sleep(SHORT / 20)
+        second, refused = await connect(server, head + text)
+        status, told = await answer(second)
+        assert (status, told["error"]["code"]) == (503, "bodies_full")
+        assert await ask(server, "small") == "small"
+        slow.write(text[-1:])
+        assert (await answer(first))[0] == 200
+        assert await bodies(server) == 0
+        alone = await server.client.post(COMPLETIONS, json=large | {"padding": "x" * 2_000_000})
+        assert alone.status_code == 200, "one body may be as large as it likes"
+        for writer in (slow, refused):
+            writer.close()
+
+
+@pytest.mark.parametrize("limit", [1, 32])
+async def test_a_body_without_a_length_is_as_limited(limit):
+    async def parts():
+        for _ in range(40):
+            yield b" " * 50_000
+
+    async with scripted_server(max_body_bytes=limit * 10**6) as server:
+        headers = {"Content-Type": "application/json"}
+        told = await server.client.post(COMPLETIONS, content=parts(), headers=headers)
+        assert told.status_code == (413 if limit == 1 else 400)
+        assert await bodies(server) == 0
