@@ -107,9 +107,11 @@ inline void attend_head(const Layer& layer, int64_t row, int64_t kv_head, int64_
   float* mixed = partial.take<float>(spans * count * size);
   for (int64_t span = 0; span < spans; ++span) {
     const int64_t start = span * kSpan, line = layer.line(row, kv_head, start), at = span * count;
-    variant().attend(layer.keys.type, {queries, count, size, layer.keys.at(line, size), layer.values.at(line, size),
+    const char *keys = layer.keys.at(line, size), *ahead = span + 1 < spans ? layer.keys.at(line + kSpan, size) : keys;
+    variant().attend(layer.keys.type, {queries, count, size, keys, layer.values.at(line, size),
                                        layer.keys.scales_at(line), layer.values.scales_at(line),
-                                       std::min(kSpan, visible - start), largest + at, totals + at, mixed + at * size});
+                                       std::min(kSpan, visible - start), ahead, largest + at, totals + at,
+                                       mixed + at * size});
   }
   for (int64_t query = 0; query < count; ++query) {
     float* out = y + query * size;

@@ -456,51 +456,66 @@ inline Lanes sums_of(const Lanes* v) {
 #endif
 }
 
+// The products of kQueries queries with kKeys keys, still in lanes, those of a query kLanes apart. A part of a query is
+// loaded once for all keys.
+template <int kQueries, int kKeys, typename T>
+inline void compare(const float* queries, const T* const* keys, int64_t size, Lanes* found) {
+  Lanes totals[kQueries][kKeys];
+  for (int q = 0; q < kQueries; ++q)
+    for (int k = 0; k < kKeys; ++k) totals[q][k] = all(0.0f);
+  for (int64_t i = 0; i + kLanes <= size; i += kLanes)
+    for (int k = 0; k < kKeys; ++k) {
+      const Lanes values = load(keys[k] + i);
+      for (int q = 0; q < kQueries; ++q) totals[q][k] = fma(load(queries + q * size + i), values, totals[q][k]);
+    }
+  for (int q = 0; q < kQueries; ++q)
+    for (int k = 0; k < kKeys; ++k) found[q * kLanes + k] = totals[q][k];
+}
+
 // The scores of kQueries queries with the eight keys from `start` on, lane by lane; behind the last one, its score again.
 template <int kQueries, typename T>
 inline void score_keys(const float* queries, const T* keys, int64_t start, int64_t positions, int64_t size,
                        Lanes* scores) {
+  constexpr int kKeys = 4;  // with two queries, as many sums as registers hold beside what is loaded
   const T* key[kLanes];
-  Lanes totals[kQueries][kLanes];
-  for (int k = 0; k < kLanes; ++k) {
-    key[k] = keys + (start + k < positions ? start + k : positions - 1) * size;
-    for (int q = 0; q < kQueries; ++q) totals[q][k] = all(0.0f);
-    for (int64_t i = 0; i + kLanes <= size; i += kLanes) {
-      const Lanes values = load(key[k] + i);
-      for (int q = 0; q < kQueries; ++q) totals[q][k] = fma(load(queries + q * size + i), values, totals[q][k]);
-    }
-  }
+  Lanes totals[kQueries * kLanes];
+  for (int k = 0; k < kLanes; ++k) key[k] = keys + (start + k < positions ? start + k : positions - 1) * size;
+  for (int k = 0; k < kLanes; k += kKeys) compare<kQueries, kKeys>(queries, key + k, size, totals + k);
   for (int q = 0; q < kQueries; ++q) {
-    scores[q] = sums_of(totals[q]);
+    scores[q] = sums_of(totals + q * kLanes);
     for (int64_t i = size / kLanes * kLanes; i < size; ++i)
       for (int k = 0; k < kLanes; ++k) scores[q][k] += queries[q * size + i] * value_of(key[k][i]);
   }
 }
 
-// mixed += weights . values for kQueries queries and kWide times eight columns, kept in registers.
+// mixed += weights . values for kQueries queries and kWide times eight columns, kept in registers. `ahead` is on its way
+// to the cache meanwhile, as many bytes as are read of the values.
 template <int kQueries, int kWide, typename T>
-inline void mix_columns(const float* weights, const T* values, int64_t positions, int64_t size, float* mixed) {
+inline void mix_columns(const float* weights, const T* values, int64_t positions, int64_t size, const T* ahead,
+                        float* mixed) {
   Lanes totals[kQueries][kWide];
   for (int q = 0; q < kQueries; ++q)
     for (int i = 0; i < kWide; ++i) totals[q][i] = all(0.0f);
-  for (int64_t position = 0; position < positions; ++position, values += size)
+  for (int64_t position = 0; position < positions; ++position, values += size, ahead += kWide * kLanes) {
+    for (int i = 0; i < kWide * kLanes * (int)sizeof(T); i += 64) __builtin_prefetch((const char*)ahead + i, 0, 2);
     for (int i = 0; i < kWide; ++i) {
       const Lanes column = load(values + i * kLanes);
       for (int q = 0; q < kQueries; ++q)
         totals[q][i] = fma(all(weights[q * kSpan + position]), column, totals[q][i]);
     }
+  }
   for (int q = 0; q < kQueries; ++q)
     for (int i = 0; i < kWide; ++i) store(mixed + q * size + i * kLanes, totals[q][i]);
 }
 
 template <int kQueries, typename T>
-inline void mix(const float* weights, const T* values, int64_t positions, int64_t size, float* mixed) {
+inline void mix(const float* weights, const T* values, int64_t positions, int64_t size, const T* ahead, float* mixed) {
   constexpr int kWide = 4;
   int64_t column = 0;
   for (; column + kWide * kLanes <= size; column += kWide * kLanes)
-    mix_columns<kQueries, kWide>(weights, values + column, positions, size, mixed + column);
+    mix_columns<kQueries, kWide>(weights, values + column, positions, size, ahead + column * positions, mixed + column);
   for (; column + kLanes <= size; column += kLanes)
-    mix_columns<kQueries, 1>(weights, values + column, positions, size, mixed + column);
+    mix_columns<kQueries, 1>(weights, values + column, positions, size, ahead + column * positions, mixed + column);
   for (; column < size; ++column)
     for (int q = 0; q < kQueries; ++q) {
       float total = 0.0f;
@@ -541,7 +556,7 @@ void attend_queries(const Span& span, int64_t first) {
   for (int64_t start = 0; start < span.positions; start += kLanes) {
     // The values are on their way while keys are being compared.
     const char* values = (const char*)span.values + start / kLanes * eight_rows;
-    for (int64_t line = 0; line < eight_rows; line += 64) __builtin_prefetch(values + line);
+    for (int64_t line = 0; line < eight_rows; line += 64) __builtin_prefetch(values + line, 0, 2);
     Lanes found[kQueries];
     score_keys<kQueries>(queries, (const T*)span.keys, start, span.positions, span.head_dim, found);
     for (int q = 0; q < kQueries; ++q) store(scores[q] + start, found[q]);
@@ -551,7 +566,8 @@ void attend_queries(const Span& span, int64_t first) {
     soften(scores[q], span.positions, span.largest + first + q, span.total + first + q);
     if (span.value_scales) scale_by(scores[q], span.value_scales, span.positions);
   }
-  mix<kQueries>(scores[0], (const T*)span.values, span.positions, span.head_dim, span.mixed + first * span.head_dim);
+  mix<kQueries>(scores[0], (const T*)span.values, span.positions, span.head_dim, (const T*)span.ahead,
+                span.mixed + first * span.head_dim);
 }
 
 template <typename T>

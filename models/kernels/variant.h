@@ -35,6 +35,7 @@ struct Span {
   const float* key_scales;
   const float* value_scales;
   int64_t positions;
+  const void* ahead;  // keys that are compared next, fetched while values are mixed
   float* largest;  // [queries]: the largest score
   float* total;    // [queries]: the sum of e^(score - largest)
   float* mixed;    // [queries, head_dim]: the sum of e^(score - largest) * value
