@@ -126,6 +126,7 @@ async def begin(
     prepared = await asyncio.get_running_loop().run_in_executor(workers, preparing)
     engine.submit(job, prepared.work)
     choices = [Choice(index, _answer(request, prepared)) for index in range(len(prepared.work))]
+    request.messages.clear()  # with pictures of megabytes, which nobody needs while the answer takes its time
     return Exchange(engine, job, request, prepared, model_id, choices, events)
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import threading
+import tracemalloc
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 from pydantic import ValidationError
 
 from serving import json_body
 
-from .chat_client import COMPLETIONS, ask, body
+from .chat_client import COMPLETIONS, ask, body, data_url
 from .test_http import assert_refused
 
 
@@ -159,3 +163,26 @@ async def test_of_many_errors_the_first_is_enough(server, monkeypatch, path, fie
     assert refused.status_code == 400
     assert len(refused.content) < 1000
     assert max(counts, default=1) <= 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_picture_is_not_kept_as_text_while_the_answer_takes_its_time(server, stream):
+    """Beside the client's own copy, which this process has too."""
+    noise = np.random.default_rng(0).integers(0, 256, (1200, 1200, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, "PNG")
+    parts = [{"type": "image_url", "image_url": {"url": data_url(file.getvalue())}}]
+    values = json.dumps({"messages": [{"role": "user", "content": parts}], "stream": stream}).encode()
+    del noise, file, parts
+    server.model.hold_at = 1
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    headers = {"Content-Type": "application/json"}
+    asking = asyncio.create_task(server.client.post(COMPLETIONS, content=values, headers=headers))
+    await server.held()
+    now, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    server.model.gate.set()
+    assert (await asking).status_code == 200
+    assert most - before > len(values), "nothing was there to be kept"
+    assert now - before < len(values) / 2
