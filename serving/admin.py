@@ -58,7 +58,8 @@ def admin_routes(engine: Engine, settings: Settings, access: Access) -> Blueprin
     async def shutdown() -> tuple[Response, int]:
         """Does what SIGTERM does."""
         engine.asked_to_stop.set()
-        return jsonify({"status": "draining", "active": engine.active, "queued": engine.queued}), 202
+        active, queued = engine.places
+        return jsonify({"status": "draining", "active": active, "queued": queued}), 202
 
     return blueprint
 

@@ -78,12 +78,13 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
     @app.get("/health")
     async def health() -> tuple[Response, int]:
         """Whether requests are taken, and what is under way."""
+        active, queued = engine.places
         state = {
             "status": engine.state,
             "model": settings.model_id,
-            "busy": engine.active > 0,
-            "queued": engine.queued,
-            "active": engine.active,
+            "busy": active > 0,
+            "queued": queued,
+            "active": active,
             "total_requests": engine.total_requests,
             "max_seq": engine.model.max_context if engine.model else 0,
             "max_queued": engine.max_queued,

@@ -81,14 +81,21 @@ class Engine:
         self._thread.start()
 
     @property
+    def places(self) -> tuple[int, int]:
+        """Requests being computed, and those that wait for it: of one moment, although the thread takes up and ends
+        requests meanwhile. Together they are all that have been admitted and have not ended."""
+        active = sum(job.running for job in self._live)
+        return active, len(self._live) - active
+
+    @property
     def active(self) -> int:
         """Requests being computed."""
-        return sum(job.running for job in self._live)
+        return self.places[0]
 
     @property
     def queued(self) -> int:
         """Requests admitted, but not yet being computed."""
-        return len(self._live) - self.active
+        return self.places[1]
 
     def slots(self) -> dict[str, int]:
         """Slots of the cache, how many are in use, and what the others keep for requests to come."""
@@ -119,9 +126,10 @@ class Engine:
 
     def counts(self) -> dict[str, int]:
         """Requests by what became of them, and tokens, since the start."""
+        active, queued = self.places
         return {
-            "active": self.active,
-            "queued": self.queued,
+            "active": active,
+            "queued": queued,
             "admitted": self.total_requests,
             **self.metrics.totals(),
         }

@@ -264,6 +264,24 @@ async def test_a_step_of_the_batch_that_fails_ends_what_is_in_it(server, monkeyp
     assert "the cache is gone" in caplog.text
 
 
+@pytest.mark.parametrize("looks", [1, 2])
+@pytest.mark.parametrize("first", [True, False])
+async def test_a_request_that_moves_on_while_it_is_counted_is_counted_once(server, first, looks):
+    """The thread takes it up, or ends it, between two looks of the event loop."""
+
+    class Moving(Job):
+        running = property(lambda job: next(seen, not first), lambda job, running: None)
+
+    seen = iter([first] * looks)
+    server.engine._live.add(Moving())
+    told = (await server.client.get("/health")).json()
+    assert told["active"] + told["queued"] == 1
+    assert told["busy"] == (told["active"] == 1)
+    seen = iter([first] * looks)
+    told = server.engine.counts()
+    assert told["active"] + told["queued"] == 1
+
+
 async def test_usage_tells_what_was_in_the_cache(server):
     question = "a question that is long enough to be worth it"
     first = (await server.client.post(COMPLETIONS, json=body(question))).json()["usage"]
