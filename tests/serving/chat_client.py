@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import socket
@@ -35,6 +36,11 @@ def stuck_socket(port: int) -> socket.socket:
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect(("127.0.0.1", port))
     return client
+
+
+def streams() -> list[asyncio.Task]:
+    """The tasks of servers in this process that are sending an answer."""
+    return [task for task in asyncio.all_tasks() if "handle_request" in repr(task.get_coro())]
 
 
 def frames(stream: str) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ from serving.settings import Settings
 from .scripted_model import ScriptedModel
 
 ROOT = Path(__file__).parents[2]
+PATIENCE = 120.0  # seconds for what should happen at once: the machine may be busy with something else
 
 
 @dataclass
@@ -38,21 +39,35 @@ class Server:
     client: httpx.AsyncClient
     listener: Listener
 
-    async def until(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
-        """Waits until something holds; fails if it does not."""
-        async with asyncio.timeout(seconds):
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits until something holds, and stays so; fails if it does not."""
+        async with asyncio.timeout(PATIENCE):
             while not condition():
                 await asyncio.sleep(0.005)
 
     async def held(self) -> Job:
         """The running job, once the model has come to the unit of work at which it holds."""
-        await self.until(lambda: self.model.begun == self.model.hold_at and not self.model.gate.is_set())
+        await self.holding()
         [job] = [job for job in self.engine._live if job.running]
         return job
 
+    async def holding(self) -> None:
+        """Waits until the model has come to the unit of work at which it holds."""
+        await self.until(lambda: self.model.begun == self.model.hold_at and not self.model.gate.is_set())
+
+    async def run_on(self, units: int) -> None:
+        """Lets the model work until it holds again, so many units on."""
+        self.model.hold_at = self.model.begun + units
+        self.model.gate.set()
+        await self.holding()
+
+    async def submitted(self, count: int) -> None:
+        """Waits until so many requests have been prepared and lie before the engine, which holds."""
+        await self.until(lambda: self.engine._queue.qsize() == count)
+
     async def idle(self) -> None:
         """Waits until no request is left."""
-        await self.until(lambda: self.engine.active == self.engine.queued == 0)
+        await self.until(lambda: self.engine.places == (0, 0))
 
 
 @asynccontextmanager
@@ -71,7 +86,7 @@ async def scripted_server(
     listener = Listener(app, bound, chosen, engine.metrics)
     await listener.start()
     url = f"http://127.0.0.1:{port}"
-    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
         server = Server(url, port, engine, model, client, listener)
         try:
             await server.until(lambda: engine.state in ("ok", "error") or load is not None)
@@ -99,6 +114,7 @@ async def server() -> AsyncIterator[Server]:
 def tiny_server(*arguments: str) -> Iterator[str]:
     """The address of `python -m serving` with tiny-vl, as users run it; a signal ends it."""
     command = [sys.executable, "-m", "serving", "--model", "tiny-vl", "--port", "0", "--max-context", "512"]
+    command += ["--min-free-mb", "0"]  # other tests may use much
     process = subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         url = re.search(r"http://\S+:\d+", process.stdout.readline())[0]
@@ -106,7 +122,7 @@ def tiny_server(*arguments: str) -> Iterator[str]:
         assert "is ready" in ready
         yield url
         process.send_signal(signal.SIGTERM)
-        assert process.wait(15) == 0
+        assert process.wait(PATIENCE) == 0
     finally:
         process.kill()
         process.wait()

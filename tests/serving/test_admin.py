@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import threading
 import tomllib
 
@@ -15,7 +16,7 @@ from serving import access
 from serving.access import is_loopback
 
 from .chat_client import COMPLETIONS, ask, body, frames, text_of
-from .conftest import ROOT, Server, scripted_server
+from .conftest import PATIENCE, ROOT, Server, scripted_server
 from .scripted_model import ScriptedModel
 from .test_command import process
 from .test_engine import Crash
@@ -59,7 +60,7 @@ async def test_status_tells_what_the_server_is_and_does(server):
 
 async def test_status_of_a_server_that_loads_and_of_one_that_has_failed():
     go, model = threading.Event(), ScriptedModel(faults={1: Crash("the disk is gone")})
-    async with scripted_server(model, load=lambda: go.wait(20) and model) as server:
+    async with scripted_server(model, load=lambda: go.wait(PATIENCE) and model) as server:
         told = await status(server)
         assert (told["status"], told["problem"], told["kernels"]) == ("loading", None, None)
         go.set()
@@ -143,30 +144,33 @@ async def test_wrong_methods_and_paths(server):
 
 async def test_shutdown_drains_and_ends_the_process():
     """A stream runs to its end, new requests are refused, and the exit status is 0; asking twice changes nothing."""
-    with process(pace=0.02) as (server, address):
-        async with httpx.AsyncClient(base_url=address, timeout=30) as client:
+    with process(held=True) as (server, address):
+        async with httpx.AsyncClient(base_url=address, timeout=PATIENCE) as client:
             async with client.stream("POST", COMPLETIONS, json=body("x" * 50, stream=True)) as response:
                 pieces = response.aiter_text()
-                stream = await anext(pieces)
+                stream = await anext(pieces)  # comes before the engine has taken the request up
+                while not (await client.get("/health")).json()["busy"]:
+                    await asyncio.sleep(0.01)
                 asked = await client.post("/admin/shutdown")
                 assert (asked.status_code, asked.json()) == (202, {"status": "draining", "active": 1, "queued": 0})
                 assert (await client.post("/admin/shutdown")).status_code == 202
                 while (await client.get("/health")).json()["status"] == "ok":
                     await asyncio.sleep(0.01)
                 assert_refused(await client.post(COMPLETIONS, json=body("late")), 503)
+                server.send_signal(signal.SIGUSR1)
                 stream += "".join([piece async for piece in pieces])
             assert text_of(frames(stream)) == "x" * 50
-        assert await asyncio.to_thread(server.wait, 15) == 0
+        assert await asyncio.to_thread(server.wait, PATIENCE) == 0
 
 
 async def test_a_signal_after_shutdown_stops_at_once():
     with process("--drain-timeout", "600", pace=0.02) as (server, address):
-        async with httpx.AsyncClient(base_url=address, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=address, timeout=PATIENCE) as client:
             async with client.stream("POST", COMPLETIONS, json=body("x" * 3000, stream=True)) as response:
                 pieces = response.aiter_text()
-                await anext(pieces)
+                stream = await anext(pieces)
                 await client.post("/admin/shutdown")
                 server.terminate()
-                rest = "".join([piece async for piece in pieces])
-            assert text_of(frames("data: {}\n\n" + rest)).endswith("[the server is shutting down]")
-        assert await asyncio.to_thread(server.wait, 15) == 0
+                stream += "".join([piece async for piece in pieces])
+            assert text_of(frames(stream)).endswith("[the server is shutting down]")
+        assert await asyncio.to_thread(server.wait, PATIENCE) == 0

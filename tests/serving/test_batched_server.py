@@ -16,12 +16,13 @@ from serving.generation_request import SEED_STEP
 from tests.models.test_batch import QUESTIONS, picture
 
 from .chat_client import COMPLETIONS, data_url, frames
+from .conftest import PATIENCE
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory) -> Iterator[str]:
     """A server with eight rows, on quantised weights."""
-    limits = ["--max-context", "512", "--batch-max", "8", "--max-queued", "64"]
+    limits = ["--min-free-mb", "0", "--max-context", "512", "--batch-max", "8", "--max-queued", "64"]
     arguments = ["--model", "tiny-vl", "--quant", "q4", *limits]
     with running_server(arguments, tmp_path_factory.mktemp("server") / "log") as server:
         yield f"http://{server.host}:{server.port}"
@@ -71,7 +72,7 @@ async def leave(client: httpx.AsyncClient, body: dict, events: int) -> None:
 
 async def test_32_mixed_requests_say_what_each_says_alone(url):
     bodies, moments = mixed_bodies(32), random.Random(3)
-    async with httpx.AsyncClient(base_url=url, timeout=60, limits=httpx.Limits(max_connections=64)) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=httpx.Limits(max_connections=64)) as client:
         alone = [await told(client, body) for body in bodies]
 
         async def later(body: dict) -> list:
@@ -86,7 +87,7 @@ async def test_32_mixed_requests_say_what_each_says_alone(url):
         together = await asyncio.gather(*map(later, bodies), *leaving)
         assert together[: len(bodies)] == alone
         assert len({str(choices) for choices in alone}) > 20
-        for _ in range(200):
+        for _ in range(2000):
             health = (await client.get("/health")).json()
             if health["active"] == health["queued"] == 0:
                 break
@@ -105,7 +106,7 @@ async def test_choices_say_what_each_says_alone(url):
     """They share the prompt that the first of them computes, and each has the seed that follows from its number."""
     question = {"messages": [{"role": "user", "content": QUESTIONS[0] * 4}], "temperature": 2, "max_tokens": 20}
     seeds = [(7 + index * SEED_STEP + 2**63) % 2**64 - 2**63 for index in range(8)]
-    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
         alone = [await whole(client, question | {"seed": seed}) for seed in seeds]
         together = await whole(client, question | {"seed": 7, "n": 8})
     assert together == [choice | {"index": index} for index, [choice] in enumerate(alone)]

@@ -12,7 +12,7 @@ from models import SamplingParams
 from serving import replies
 
 from .chat_client import COMPLETIONS, ask, body, frames, text_of
-from .conftest import Server, scripted_server
+from .conftest import PATIENCE, Server, scripted_server
 from .scripted_model import END, ScriptedModel
 
 EMOJI = "hi😀👨‍👩‍👧é\u2028\u0085ß"
@@ -54,7 +54,7 @@ async def test_the_role_comes_before_any_work(server):
     """At admission, as in the original: a client can show that the answer has begun."""
     server.model.hold_at = 1
     request = server.client.stream("POST", COMPLETIONS, json=body("abc", stream=True))
-    async with asyncio.timeout(10), request as response:
+    async with asyncio.timeout(PATIENCE), request as response:
         lines = response.aiter_lines()  # kept, because its end would close the response
         first = await anext(lines)
         assert '"role":"assistant"' in first
@@ -90,7 +90,9 @@ async def test_the_events_of_the_original(by_flag):
     names = "prompt_tokens last_user_tokens n_tokens ttft_ms tpot_ms total_ms prefill_ms tok_s".split()
     assert list(times) == names
     assert (times["last_user_tokens"], times["n_tokens"]) == (3, 4)
-    assert 30 <= times["prefill_ms"] <= times["ttft_ms"] - 10 <= times["total_ms"] - 40
+    assert times["prefill_ms"] >= 30
+    assert times["ttft_ms"] - times["prefill_ms"] > 9.8  # both are rounded
+    assert times["total_ms"] - times["ttft_ms"] > 29.8
     assert times["tpot_ms"] == pytest.approx((times["total_ms"] - times["ttft_ms"]) / 3, abs=0.1)
     assert times["tok_s"] == pytest.approx(4000 / times["total_ms"], rel=0.01)
     assert list(tokens) == ["object", "tokens"]

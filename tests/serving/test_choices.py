@@ -13,7 +13,7 @@ from models import Prompt, SamplingParams
 from models.grammar import Grammar
 
 from .chat_client import COMPLETIONS, ask, body, frames
-from .conftest import Server, scripted_server
+from .conftest import scripted_server
 from .scripted_model import END, ScriptedModel
 
 
@@ -150,13 +150,6 @@ async def test_choices_are_the_same_together_and_one_after_the_other(path):
     assert answers[0] == answers[1] == answers[2]
 
 
-async def run_on(server: Server, steps: int) -> None:
-    """Lets the model work until it holds again, so many units on."""
-    server.model.hold_at = server.model.begun + steps
-    server.model.gate.set()
-    await server.until(lambda: server.model.begun == server.model.hold_at and not server.model.gate.is_set())
-
-
 async def test_choices_run_together_once_their_prompt_has_been_taken_in():
     """It is computed once. Who comes later has the rows that are left, and the choices that are left have the next."""
     async with scripted_server(ScriptedModel(chunks=3), batch_max=4) as server:
@@ -164,7 +157,7 @@ async def test_choices_run_together_once_their_prompt_has_been_taken_in():
         several = asyncio.create_task(server.client.post(COMPLETIONS, json=body("abcd", n=6)))
         job = await server.held()
         assert len(server.engine.batch.running) == 1
-        await run_on(server, 2)
+        await server.run_on(2)
         await server.until(lambda: len(server.engine.batch.running) == 4)
         assert (server.engine.active, server.engine.queued) == (1, 0)
         other = asyncio.create_task(ask(server, "next"))
@@ -185,8 +178,8 @@ async def test_many_choices_do_not_keep_others_out():
         await server.held()
         assert len(server.engine.batch.running) == 2
         others = [asyncio.create_task(ask(server, text)) for text in ("one", "two", "three")]
-        await server.until(lambda: server.engine._queue.qsize() == 3)
-        await run_on(server, 160)  # two choices take 84, and the third has not ended when the others have
+        await server.submitted(3)
+        await server.run_on(160)  # two choices take 84, and the third has not ended when the others have
         await server.until(lambda: all(task.done() for task in others))
         assert not several.done()
         server.model.gate.set()

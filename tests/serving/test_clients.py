@@ -80,7 +80,7 @@ async def test_comments_disturb_no_client():
     question = [{"role": "user", "content": "hello"}]
     async with scripted_server(ScriptedModel(pace=0.06), ping_seconds=0.02) as server:
         raw = await server.client.post(COMPLETIONS, json=body("hello", stream=True))
-        assert raw.text.count("\n\n: ") >= 5
+        assert raw.text.count("\n\n: ") >= 2  # there are more, unless the machine is busy with something else
         async with strict(server) as ours:
             chunks = await ours.chat.completions.create(model="scripted", messages=question, stream=True)
             assert "".join([chunk.choices[0].delta.content or "" async for chunk in chunks]) == "hello"
@@ -117,15 +117,19 @@ async def test_openai_concurrently(client):
 
 
 async def test_openai_closing_a_stream_frees_the_engine(server, client):
-    server.model.pace = 0.01
+    server.model.hold_at = 4
     chunks = await client.chat.completions.create(
         model="scripted", messages=[{"role": "user", "content": "x" * 1000}], stream=True
     )
     async for chunk in chunks:
         if chunk.choices[0].delta.content:
             break
+    job = await server.held()
     await chunks.close()
-    await server.until(lambda: server.engine.active == 0)
+    await server.until(lambda: job.cancelled)
+    server.model.gate.set()
+    await server.idle()
+    assert server.model.begun == 4, "a client that had left was computed for"
 
 
 @pytest.mark.parametrize(
@@ -149,11 +153,11 @@ async def test_openai_sees_a_full_queue():
     async with scripted_server(ScriptedModel(), max_queued=1) as server:
         server.model.hold_at = 1
         waiting = [asyncio.create_task(server.client.post(COMPLETIONS, json=body("hello"))) for _ in range(2)]
+        await server.held()  # before that, the one that waits could be the only one
         await server.until(lambda: server.engine.queued == 1)
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
             with pytest.raises(openai.RateLimitError):
                 await client.chat.completions.create(model="scripted", messages=HELLO)
-        await server.held()
         server.model.gate.set()
         await asyncio.gather(*waiting)
 

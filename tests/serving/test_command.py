@@ -24,13 +24,15 @@ from serving.listener import TAKING_SECONDS
 from serving.settings import Settings, parse_settings
 
 from .chat_client import COMPLETIONS, body, frames, raw_request, stuck_socket, text_of
-from .conftest import ROOT
+from .conftest import PATIENCE, ROOT
 from .scripted_model import ScriptedModel
 
 
 @pytest.fixture(autouse=True)
-def _request_lines_end_with_the_test() -> Iterator[None]:
-    """The command writes them to this test's standard error, which is closed by the time the next test logs."""
+def _the_command_changes_nothing_for_later_tests(monkeypatch) -> Iterator[None]:
+    """Its request lines go to this test's standard error, which is closed by the time the next test logs, and what it
+    tells the allocator would hold for the whole process."""
+    monkeypatch.setattr(command, "keep_freed_memory", lambda: None)
     yield
     for handler in [*request_log.log.handlers]:
         request_log.log.removeHandler(handler)
@@ -39,12 +41,13 @@ def _request_lines_end_with_the_test() -> Iterator[None]:
 
 
 @contextmanager
-def process(*arguments: str, pace: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The command around a scripted model, and its address once it is ready; killed in the end if it still lives."""
+def process(*arguments: str, pace: float = 0.0, held: bool = False) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command around a scripted model, and its address once it is ready; killed in the end if it still lives.
+    `held`: it computes nothing until SIGUSR1."""
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.serving.scripted_command", "--port", "0", *arguments],
+        [sys.executable, "-m", "tests.serving.scripted_command", "--port", "0", "--min-free-mb", "0", *arguments],
         cwd=ROOT,
-        env=os.environ | {"PACE": str(pace)},
+        env=os.environ | {"PACE": str(pace), "HELD": "1" if held else ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -62,11 +65,11 @@ def process(*arguments: str, pace: float) -> Iterator[tuple[subprocess.Popen[str
 
 async def test_a_signal_lets_streams_end_and_ends_the_process():
     """A stream runs to its end; an idle connection and one that has sent half a request do not matter."""
-    with process(pace=0.02) as (server, address):
+    with process(held=True) as (server, address):
         port = int(address.rsplit(":", 1)[1])
         idle, half = socket.create_connection(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port))
         half.sendall(raw_request("never")[:60])
-        client = httpx.AsyncClient(base_url=address, timeout=30)
+        client = httpx.AsyncClient(base_url=address, timeout=PATIENCE)
         request = client.stream("POST", COMPLETIONS, json=body("x" * 50, stream=True))
         async with client, request as response:
             pieces = response.aiter_text()
@@ -76,9 +79,10 @@ async def test_a_signal_lets_streams_end_and_ends_the_process():
                 await asyncio.sleep(0.01)
             refused = await client.post(COMPLETIONS, json=body("late"))
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            server.send_signal(signal.SIGUSR1)
             stream += "".join([piece async for piece in pieces])
         assert text_of(frames(stream)) == "x" * 50
-        assert await asyncio.to_thread(server.wait, 15) == 0
+        assert await asyncio.to_thread(server.wait, PATIENCE) == 0
         assert "Traceback" not in server.stderr.read()
         idle.close()
         half.close()
@@ -95,10 +99,12 @@ async def test_a_signal_ends_loading(tmp_path):
         text=True,
     )
     try:
-        assert "listening" in server.stdout.readline()
-        await asyncio.sleep(3)
+        address = re.search(r"http://\S+:\d+", server.stdout.readline())[0]
+        async with httpx.AsyncClient(base_url=address, timeout=PATIENCE) as client:
+            assert (await client.get("/health")).json()["status"] == "loading"  # from now on signals are heeded
+        await asyncio.sleep(1)  # loading takes several times as long
         server.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(server.communicate, None, 15) == ("", "")
+        assert await asyncio.to_thread(server.communicate, None, PATIENCE) == ("", "")
         assert server.returncode == 0
     finally:
         server.kill()
@@ -107,11 +113,12 @@ async def test_a_signal_ends_loading(tmp_path):
 
 async def until_computed(address: str) -> None:
     """Waits until the engine is done with the server's first request."""
-    async with httpx.AsyncClient(base_url=address, timeout=30) as client, asyncio.timeout(60):
-        while (await client.get("/health")).json()["total_requests"] == 0:
+    async with httpx.AsyncClient(base_url=address, timeout=PATIENCE) as client, asyncio.timeout(PATIENCE):
+        while (health := (await client.get("/health")).json())["total_requests"] == 0:
             await asyncio.sleep(0.02)
-        while (await client.get("/health")).json()["busy"]:
+        while health["active"] + health["queued"] > 0:  # not `busy`: it may not have been taken up yet
             await asyncio.sleep(0.02)
+            health = (await client.get("/health")).json()
 
 
 async def test_a_client_that_does_not_read_cannot_keep_the_process_alive():
@@ -121,20 +128,20 @@ async def test_a_client_that_does_not_read_cannot_keep_the_process_alive():
         stuck.sendall(raw_request("x" * 6000, stream=True, logprobs=True, top_logprobs=20))
         await until_computed(address)
         server.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(server.wait, 15) == 0
+        assert await asyncio.to_thread(server.wait, PATIENCE) == 0
         stuck.close()
 
 
 async def test_a_slow_reader_gets_its_answer_to_the_end():
     """About 4 MB, taken in longer than a client may take nothing; the engine is done with it when the signal comes."""
-    with process(pace=0.0001) as (server, address):
+    with process("--drain-timeout", "300", pace=0.0001) as (server, address):  # a busy machine reads slowly too
         slow = stuck_socket(int(address.rsplit(":", 1)[1]))
         slow.sendall(raw_request("x" * 4000, stream=True, logprobs=True, top_logprobs=20))
         await until_computed(address)
         server.send_signal(signal.SIGTERM)
         data = await asyncio.to_thread(read_slowly, slow, 1.5 * TAKING_SECONDS)
         assert b"data: [DONE]\n\n" in data[-100:]
-        assert await asyncio.to_thread(server.wait, 15) == 0
+        assert await asyncio.to_thread(server.wait, PATIENCE) == 0
 
 
 def read_slowly(client: socket.socket, seconds: float) -> bytes:
@@ -154,9 +161,9 @@ async def running(settings: Settings) -> AsyncIterator[tuple[asyncio.Task[int], 
     bound = command.listening_socket(settings)
     task = asyncio.create_task(command.run(settings, bound))
     address = f"http://127.0.0.1:{bound.getsockname()[1]}"
-    async with httpx.AsyncClient(base_url=address, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=address, timeout=PATIENCE) as client:
         yield task, client
-    await asyncio.wait({task}, timeout=10)
+    await asyncio.wait({task}, timeout=PATIENCE)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().remove_signal_handler(number)
     assert task.done()
@@ -189,8 +196,8 @@ async def test_a_stream_that_takes_too_long_ends_with_an_error_frame(slow, numbe
 
 
 async def test_a_second_signal_stops_at_once(slow):
-    """The stream is told so, and nobody waits for a minute."""
-    async with running(Settings(port=0, drain_timeout=60)) as (task, client):
+    """The stream is told so, and nobody waits for ten minutes."""
+    async with running(Settings(port=0, drain_timeout=600)) as (task, client):
         await until_ready(client)
         async with client.stream("POST", COMPLETIONS, json=body("x" * 1000, stream=True)) as response:
             pieces = response.aiter_text()
@@ -200,7 +207,7 @@ async def test_a_second_signal_stops_at_once(slow):
                 await asyncio.sleep(0.01)
             assert not task.done()
             os.kill(os.getpid(), signal.SIGTERM)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE):
                 stream += "".join([piece async for piece in pieces])
                 assert await task == 0
         assert text_of(frames(stream)).endswith("[the server is shutting down]")
@@ -286,7 +293,8 @@ def test_a_server_that_others_can_reach_without_a_key_is_warned_of(monkeypatch, 
     monkeypatch.setattr(command, "run", serve_nobody)
     monkeypatch.setattr(command, "parse_settings", lambda: Settings(host=host, port=0, api_keys=keys))
     assert command.main() == 0
-    assert [record.message.startswith("without an API key") for record in caplog.records] == [True] * warned
+    told = [record.message for record in caplog.records if record.name == command.log.name]
+    assert [line.startswith("without an API key") for line in told] == [True] * warned
 
 
 @pytest.mark.parametrize(

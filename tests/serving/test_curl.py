@@ -7,13 +7,14 @@ import io
 import json
 import random
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from .chat_client import COMPLETIONS, ask, body, data_url, frames, text_of
-from .conftest import Server
+from .conftest import PATIENCE, Server
 from .test_media import about
 
 pytestmark = pytest.mark.skipif(not shutil.which("curl"), reason="there is no curl here")
@@ -27,7 +28,7 @@ async def curl(server: Server, *arguments: str, data: object = None, folder: Pat
             (folder / "body.json").write_text(text)
             text = f"@{folder / 'body.json'}"
         arguments = (*arguments, "-H", "Content-Type: application/json", "-d", text)
-    command = ("curl", "-sS", "--max-time", "20", *arguments)
+    command = ("curl", "-sS", "--max-time", str(PATIENCE), *arguments)
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     output, _ = await process.communicate()
     return process.returncode, output.decode()
@@ -48,7 +49,7 @@ async def test_a_stream_is_shown_as_it_comes(server):
         *command, f"{server.url}{COMPLETIONS}", stdout=asyncio.subprocess.PIPE
     )
     await server.held()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         shown = b"".join([await process.stdout.readline() for _ in range(3)])
     assert b'"role":"assistant"' in shown
     assert b'"content":"h"' in shown
@@ -84,13 +85,16 @@ async def test_errors(server):
     assert status == 22
 
 
-async def test_one_that_gives_up(server):
+async def test_one_that_is_interrupted(server):
     server.model.hold_at = 3
-    leaving = asyncio.create_task(
-        curl(server, "-N", "--max-time", "1", f"{server.url}{COMPLETIONS}", data=body("hello"))
+    command = ("curl", "-sSN", "-d", json.dumps(body("hello")), "-H", "Content-Type: application/json")
+    process = await asyncio.create_subprocess_exec(
+        *command, f"{server.url}{COMPLETIONS}", stdout=asyncio.subprocess.PIPE
     )
     job = await server.held()
-    assert (await leaving)[0] == 28
+    process.send_signal(signal.SIGINT)
+    assert await process.communicate() == (b"", None)
+    assert process.returncode == -signal.SIGINT
     await server.until(lambda: job.cancelled)
     server.model.gate.set()
     await server.idle()

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from .chat_client import COMPLETIONS
-from .conftest import tiny_server
+from .conftest import PATIENCE, tiny_server
 
 SYSTEM = {"role": "system", "content": "You are a small model. " * 12}
 ONE, TWO = "the-first-key", "the-second-key"
@@ -17,7 +17,7 @@ ONE, TWO = "the-first-key", "the-second-key"
 def chat(url: str, key: str, messages: list[dict[str, Any]]) -> tuple[str, int]:
     """An answer, and the tokens of its prompt that were not computed."""
     headers = {"X-Api-Key": key}
-    answer = httpx.post(f"{url}{COMPLETIONS}", json={"messages": messages}, headers=headers, timeout=60).json()
+    answer = httpx.post(f"{url}{COMPLETIONS}", json={"messages": messages}, headers=headers, timeout=PATIENCE).json()
     usage = answer["usage"]["prompt_tokens_details"]
     return answer["choices"][0]["message"]["content"], usage["cached_tokens"]
 
@@ -36,8 +36,8 @@ def test_the_next_turn_goes_on_from_files_for_the_same_key_only(tmp_path: Path):
         answer, cached = chat(url, ONE, messages)
         assert answer == computed
         assert cached >= 64
-        told = httpx.get(f"{url}/health").json()["disk_cache"]
+        told = httpx.get(f"{url}/health", timeout=PATIENCE).json()["disk_cache"]
         assert (told["queries"], told["hits"], told["read_tokens"]) == (2, 1, cached)
-        metrics = httpx.get(f"{url}/metrics", headers={"X-Api-Key": ONE}).text
+        metrics = httpx.get(f"{url}/metrics", headers={"X-Api-Key": ONE}, timeout=PATIENCE).text
         assert f'kestrel:disk_cache_read_tokens_total{{model_name="tiny-vl"}} {cached}.0' in metrics
     assert len(list(folder.glob("*.safetensors"))) >= told["files"] > 0

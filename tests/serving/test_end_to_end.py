@@ -18,6 +18,7 @@ from models.model import PRETRAINED
 from models.tokenizer import Tokenizer
 
 from .chat_client import COMPLETIONS, data_url, frames
+from .conftest import PATIENCE
 
 COUNTING = "从1数到20"
 
@@ -40,7 +41,7 @@ def about(image: Image.Image, question: str) -> dict:
 
 @pytest.fixture
 def client(tiny_url):
-    with openai.OpenAI(base_url=f"{tiny_url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+    with openai.OpenAI(base_url=f"{tiny_url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
         yield client
 
 
@@ -100,7 +101,9 @@ async def test_concurrent_streams_do_not_mix(tiny_url):
     words = ["KX72B", "QRT95", "ZZM38", "BWH4N", "P6PLS", "T9GGC"]
 
     async def ask(word: str) -> str:
-        async with openai.AsyncOpenAI(base_url=f"{tiny_url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{tiny_url}/v1", api_key="none", max_retries=0, timeout=PATIENCE
+        ) as client:
             chunks = await client.chat.completions.create(
                 model="tiny-vl",
                 messages=[{"role": "user", "content": f"The code word is {word}. What is the code word?"}],
@@ -115,14 +118,14 @@ async def test_concurrent_streams_do_not_mix(tiny_url):
 
 
 async def test_leaving_mid_stream_frees_the_engine(tiny_url):
-    async with httpx.AsyncClient(base_url=tiny_url, timeout=10) as client:
+    async with httpx.AsyncClient(base_url=tiny_url, timeout=PATIENCE) as client:
         body = {"messages": [{"role": "user", "content": "Count from 1 to 30"}], "stream": True}
         for _ in range(5):
             async with client.stream("POST", "/v1/chat/completions", json=body) as response:
                 async for line in response.aiter_lines():
                     if '"content":"' in line and '"content":""' not in line:
                         break
-        for _ in range(200):
+        for _ in range(2000):
             health = (await client.get("/health")).json()
             if not health["busy"] and health["queued"] == health["active"] == 0:
                 break
@@ -138,7 +141,7 @@ def test_the_frames_of_a_stream(tiny_url):
         "max_tokens": 30,
         "stream_options": {"include_usage": True, "include_metrics": True, "include_tokens": True},
     }
-    response = httpx.post(f"{tiny_url}{COMPLETIONS}", json=body, timeout=30)
+    response = httpx.post(f"{tiny_url}{COMPLETIONS}", json=body, timeout=PATIENCE)
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.headers["x-accel-buffering"] == "no"
     assert response.headers["cache-control"] == "no-cache"
@@ -232,7 +235,7 @@ def test_control_tokens_in_user_text_are_text(tiny_url):
             "max_tokens": 1,
             "stream_options": {"include_tokens": True},
         }
-        lines = httpx.post(f"{tiny_url}/v1/chat/completions", json=body, timeout=30).text.splitlines()
+        lines = httpx.post(f"{tiny_url}/v1/chat/completions", json=body, timeout=PATIENCE).text.splitlines()
         tokens = next(json.loads(line[6:])["tokens"] for line in lines if "chat.completion.tokens" in line)
         return [token for token in tokens[:-1] if token in control]
 
@@ -242,7 +245,7 @@ def test_control_tokens_in_user_text_are_text(tiny_url):
 
 
 def test_health_and_models(tiny_url):
-    health = httpx.get(f"{tiny_url}/health").json()
+    health = httpx.get(f"{tiny_url}/health", timeout=PATIENCE).json()
     assert list(health) == [
         "status",
         "model",
@@ -255,7 +258,7 @@ def test_health_and_models(tiny_url):
         "slots",
     ]
     assert (health["status"], health["model"], health["max_seq"], health["max_queued"]) == ("ok", "tiny-vl", 512, 16)
-    listed = httpx.get(f"{tiny_url}/v1/models").json()
+    listed = httpx.get(f"{tiny_url}/v1/models", timeout=PATIENCE).json()
     assert [entry["id"] for entry in listed["data"]] == ["tiny-vl"]
 
 
@@ -298,6 +301,6 @@ def test_a_short_video(client):
 def test_the_ends_of_every_range_are_answered(tiny_url, extreme):
     """By the model itself: what it cannot take must be refused before it costs other requests anything."""
     asked = {"messages": [{"role": "user", "content": "What is 3 + 4?"}]} | extreme
-    answer = httpx.post(f"{tiny_url}/v1/chat/completions", json=asked, timeout=20)
+    answer = httpx.post(f"{tiny_url}/v1/chat/completions", json=asked, timeout=PATIENCE)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["finish_reason"] in ("stop", "length")

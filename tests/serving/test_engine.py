@@ -14,7 +14,7 @@ from serving.job import Job
 from serving.settings import Settings
 
 from .chat_client import COMPLETIONS, ask, body, frames, text_of
-from .conftest import Server, scripted_server
+from .conftest import PATIENCE, Server, scripted_server
 from .scripted_model import ScriptedModel
 
 
@@ -87,10 +87,11 @@ async def test_an_engine_thread_that_dies_fails_everyone_at_once(server):
     await server.until(lambda: server.engine.queued == 4)
     server.model.faults = {2: Crash("the disk is gone")}
     server.model.gate.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         assert await running == "f[the engine has failed: Crash: the disk is gone]"
         assert set(await asyncio.gather(*waiting)) == {"[the engine has failed: Crash: the disk is gone]"}
         assert (await whole).status_code == 503
+    await server.idle()  # a moment later
     health = await server.client.get("/health")
     assert (health.status_code, health.json()["status"], health.json()["active"]) == (503, "error", 0)
     refused = await server.client.post(COMPLETIONS, json=body("more"))
@@ -102,7 +103,7 @@ async def test_while_loading_health_answers_and_requests_are_refused():
     go, model = threading.Event(), ScriptedModel()
 
     def load() -> ScriptedModel:
-        go.wait(5)
+        go.wait(PATIENCE)
         return model
 
     async with scripted_server(model, load=load) as server:
@@ -121,7 +122,7 @@ async def test_draining_finishes_what_runs_and_waits_and_refuses_the_rest(server
     running = await start(server, "first")
     waiting = asyncio.create_task(ask(server, "second"))
     await server.until(lambda: server.engine.queued == 1)
-    draining = asyncio.create_task(server.engine.drain(5))
+    draining = asyncio.create_task(server.engine.drain(PATIENCE))
     await asyncio.sleep(0)
     health = await server.client.get("/health")
     assert (health.status_code, health.json()["status"]) == (503, "draining")
@@ -161,17 +162,24 @@ async def test_health_answers_while_the_engine_computes(server):
 
 async def test_silence_is_filled_with_comments():
     """As long as the engine is busy with others, and between tokens that take long."""
-    async with scripted_server(ScriptedModel(pace=0.1), ping_seconds=0.03) as server:
-        server.model.hold_at = 1
-        first = asyncio.create_task(ask(server, "a"))
-        second = asyncio.create_task(server.client.post(COMPLETIONS, json=body("b", stream=True)))
-        await server.held()
-        await asyncio.sleep(0.1)
-        server.model.gate.set()
-        assert await first == "a"
-        stream = (await second).text
-        assert stream.count(": waiting\n\n") >= 3
-        assert text_of(frames(stream)) == "b"
+    async with scripted_server(ping_seconds=0.03) as server:
+        first = await start(server, "a")
+        async with server.client.stream("POST", COMPLETIONS, json=body("bc", stream=True)) as response:
+            pieces, stream = response.aiter_text(), ""
+
+            async def comments_after(frame: str) -> None:
+                nonlocal stream
+                while stream.partition(frame)[2].count(": waiting\n\n") < 3:
+                    stream += await anext(pieces)
+
+            await comments_after('"role":"assistant"')
+            await server.submitted(1)
+            await server.run_on(5)  # two tokens of the first, then the prompt and a token of the second
+            assert await first == "a"
+            await comments_after('"content":"b"')
+            server.model.gate.set()
+            stream += "".join([piece async for piece in pieces])
+        assert text_of(frames(stream)) == "bc"
 
 
 @pytest.mark.parametrize(("ping_seconds", "awaited"), [(0, None), (15, 15)])
@@ -196,13 +204,14 @@ async def test_a_stream_outlives_quarts_own_limit():
 async def test_frames_are_sent_at_once(server):
     """Not held back until the client has confirmed the frame before."""
     _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    connections = [
-        transport.get_extra_info("socket")
-        for transport in asyncio.get_running_loop()._transports.values()
-        if transport.get_extra_info("sockname")[1] == server.port
-    ]
-    assert connections
-    assert all(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for connection in connections)
+
+    def accepted() -> list[socket.socket]:
+        every = [each.get_extra_info("socket") for each in asyncio.get_running_loop()._transports.values()]
+        return [each for each in every if each.getsockname()[1] == server.port]
+
+    await server.until(accepted)
+    [connection] = accepted()
+    assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     writer.close()
 
 
@@ -218,7 +227,10 @@ async def test_requests_of_a_batch_run_together_and_do_not_mix():
                 await asyncio.sleep(0)
 
         watching = asyncio.create_task(watch())
-        assert await asyncio.gather(*(ask(server, word) for word in words)) == words
+        asking = [await start(server, words[0]), *(asyncio.create_task(ask(server, word)) for word in words[1:])]
+        await server.submitted(8)
+        server.model.gate.set()
+        assert await asyncio.gather(*asking) == words
         watching.cancel()
         assert most == 3
         await server.idle()
@@ -237,12 +249,18 @@ async def test_a_batch_takes_as_many_as_it_has_room_for_and_the_queue_as_many_mo
 
 
 async def test_leaving_a_batch_frees_a_place_and_disturbs_nobody():
-    async with scripted_server(ScriptedModel(pace=0.002), batch_max=2) as server:
-        leaver = asyncio.create_task(ask(server, "x" * 4000))
+    async with scripted_server(batch_max=2) as server:
+        leaver = await start(server, "x" * 200)
+        job = await server.held()
         stayer = asyncio.create_task(ask(server, "y" * 200))
-        await server.until(lambda: server.engine.active == 2)
+        await server.submitted(1)
+        await server.run_on(4)
+        assert server.engine.active == 2
         leaver.cancel()
         third = asyncio.create_task(ask(server, "z" * 50))
+        await server.submitted(1)
+        await server.until(lambda: job.cancelled)
+        server.model.gate.set()
         assert await third == "z" * 50
         assert await stayer == "y" * 200
         await server.idle()

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from serving import json_body
 
 from .chat_client import COMPLETIONS, ask, body, data_url
+from .conftest import PATIENCE
 from .test_http import assert_refused
 
 
@@ -101,7 +102,7 @@ async def test_a_large_body_is_parsed_beside_the_event_loop(server, monkeypatch,
     def slow(text: str, **options: Any) -> Any:
         if len(text) > json_body.SMALL_BODY and "padding" in text:
             begun.set()
-            assert answered.wait(20)
+            assert answered.wait(PATIENCE)
         return loads(text, **options)
 
     monkeypatch.setattr(json_body.json, "loads", slow)

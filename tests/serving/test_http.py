@@ -16,7 +16,7 @@ from serving import connection
 from serving.chat_request import ChatRequest
 
 from .chat_client import COMPLETIONS
-from .conftest import Server, scripted_server
+from .conftest import PATIENCE, Server, scripted_server
 from .scripted_model import ScriptedModel
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -46,7 +46,7 @@ async def raw(server: Server, data: bytes) -> bytes:
     """What the server says to these bytes, up to its closing the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(data)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         answer = await reader.read()
     writer.close()
     return answer
@@ -134,8 +134,10 @@ async def test_a_body_that_is_too_large_is_refused(server):
         assert str(2**20) in error["message"]
 
 
-async def test_a_refusal_reaches_a_client_that_is_still_sending():
+async def test_a_refusal_reaches_a_client_that_is_still_sending(monkeypatch):
     """Far more than the sockets hold; what is sent after the refusal is thrown away, and the next request is served."""
+    for name in ("DISCARDING_SECONDS", "SILENCE_SECONDS"):
+        monkeypatch.setattr(connection, name, PATIENCE)  # so much takes a busy machine long
     async with scripted_server(api_keys=("key",)) as server:
         for _ in range(3):
             response = await server.client.post(COMPLETIONS, content=b" " * 20_000_000, headers=JSON)
@@ -148,7 +150,7 @@ async def test_a_refusal_reaches_a_client_that_is_still_sending():
 async def test_a_client_that_never_finishes_a_refused_body_is_cut_off(monkeypatch):
     """Its connection is the only one that there may be."""
     monkeypatch.setattr(connection, "SILENCE_SECONDS", 0.1)
-    async with scripted_server(max_connections=1) as server, asyncio.timeout(10):
+    async with scripted_server(max_connections=1) as server, asyncio.timeout(PATIENCE):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(b"POST /v1/nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nsome")
         answer = await reader.read()
@@ -334,7 +336,7 @@ async def test_websockets_are_refused(monkeypatch, caplog, start, changes):
         head, _, content = (await raw(server, f"{handshake}\r\n\r\n".encode())).partition(b"\r\n\r\n")
         assert head.split(b" ", 2)[1] == b"404"
         assert json.loads(content)["error"]["message"] == "there are no websockets here"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while (await server.client.get("/health")).status_code == 503:
                 await asyncio.sleep(0.01)
     assert not caplog.records

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import json
 import logging
@@ -15,7 +16,7 @@ from collections import Counter
 import psutil
 import pytest
 
-from .chat_client import COMPLETIONS, ask, raw_request, stuck_socket
+from .chat_client import COMPLETIONS, ask, raw_request, streams, stuck_socket
 from .conftest import Server, scripted_server
 from .scripted_model import ScriptedModel
 
@@ -24,10 +25,10 @@ BYTES_PER_LEAVE = 2**14  # the log lines that the test keeps take 5 kB
 
 
 async def connect(server: Server, request: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Sends a request over a connection of its own."""
+    """Sends a request over a connection of its own. What the sockets do not hold goes out later, if the server has not
+    ended the connection by then."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(request)
-    await writer.drain()
     return reader, writer
 
 
@@ -153,6 +154,12 @@ def lines(caplog, monkeypatch):
     return lambda: [json.loads(r.getMessage()) for r in caplog.records if r.name == "kestrel.requests"]
 
 
+def resident(process: psutil.Process) -> int:
+    """What a process has in memory, without garbage: how much of that waits to be collected is a matter of chance."""
+    gc.collect()
+    return process.memory_info().rss
+
+
 async def test_a_thousand_leaves_leave_nothing_behind(server, lines):
     """Six at a time, at every moment and in every way, while others are served: no place, file, task or memory is kept,
     and what the log says of each request adds up to the counters."""
@@ -183,13 +190,13 @@ async def test_a_thousand_leaves_leave_nothing_behind(server, lines):
     async with asyncio.TaskGroup() as group:
         staying = group.create_task(stayer())
         await leave_often(402)
-    memory = process.memory_info().rss
+    memory = resident(process)
     await leave_often(606)
     assert next(left, None) is None
-    assert process.memory_info().rss - memory < 606 * BYTES_PER_LEAVE
+    assert resident(process) - memory < 606 * BYTES_PER_LEAVE
     assert staying.result() == [f"the code word is {number}" for number in range(20)]
     await server.idle()
-    await server.until(lambda: process.num_fds() <= files and len(asyncio.all_tasks()) <= tasks, 30)
+    await server.until(lambda: process.num_fds() <= files and len(asyncio.all_tasks()) <= tasks)
     told, counts = [line for line in lines() if line.get("path") == COMPLETIONS], server.engine.counts()
     assert counts["active"] == counts["queued"] == counts["failed"] == 0
     assert counts["refused"] == sum("path" not in line for line in lines()), "bytes after a request that are none"
@@ -208,9 +215,10 @@ async def test_a_reader_that_never_reads_delays_nobody_and_can_leave():
         _, writer = await asyncio.open_connection(sock=stuck_socket(server.port))
         writer.write(raw_request("x" * 6000, stream=True, logprobs=True, top_logprobs=20))
         await server.until(lambda: server.model.begun > 0)
+        [stream] = streams()
         assert await ask(server, "next") == "next"
         await server.idle()
-        [stream] = [task for task in asyncio.all_tasks() if "handle_request" in repr(task.get_coro())]
+        assert not stream.done()
         leave(writer, "reset")
         await server.until(stream.done)
         assert await ask(server, "again") == "again"

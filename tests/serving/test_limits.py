@@ -12,13 +12,14 @@ import pytest
 from quart import Quart
 
 from serving import __main__ as command
+from serving import connection
 from serving import engine as engine_module
 from serving.listener import TOLD_AT_ONCE, Listener
 from serving.metrics import Metrics
 from serving.settings import Settings
 
 from .chat_client import COMPLETIONS, ask, body, frames, raw_request, text_of
-from .conftest import Server, scripted_server
+from .conftest import PATIENCE, Server, scripted_server
 from .test_http import assert_refused
 from .test_metrics import read
 
@@ -53,7 +54,7 @@ async def test_a_request_that_will_be_refused_is_refused_before_its_body(path):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: 30000000\r\n\r\n{{".encode())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             assert (await reader.readline()).startswith(b"HTTP/1.1 503")
             writer.write_eof()
             assert b"insufficient_memory" in await reader.read()
@@ -70,7 +71,7 @@ async def test_a_full_waiting_room_takes_no_bodies():
         await server.until(lambda: server.engine.queued == 1)
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(raw_request("three")[:-5])
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             assert (await reader.readline()).startswith(b"HTTP/1.1 429")
         writer.close()
         assert (await server.client.post("/tokenize", json={"prompt": "may be counted"})).status_code == 200
@@ -105,7 +106,7 @@ async def test_a_connection_too_many_is_told_so(caplog):
             assert (response.headers["retry-after"], response.headers["connection"]) == ("1", "close")
         for _, writer in opened[:1]:
             writer.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while (await server.client.get("/health")).status_code == 503:
                 await asyncio.sleep(0.01)
         assert await ask(server, "hi") == "hi"
@@ -116,14 +117,15 @@ async def test_a_connection_too_many_is_told_so(caplog):
     assert [(line["status"], line["outcome"]) for line in told[:2]] == [(503, "refused")] * 2
 
 
-async def test_who_is_connected_is_not_touched():
+async def test_who_is_connected_is_not_touched(monkeypatch):
     """A stream runs on while fifty silent clients come and are turned away, the last of them without a word."""
+    monkeypatch.setattr(connection, "SILENCE_SECONDS", PATIENCE)  # the first are still being told when the last come
     async with scripted_server(max_connections=1) as server:
         server.model.hold_at = 3
         stream = asyncio.create_task(server.client.post(COMPLETIONS, json=body("hello", stream=True)))
         await server.held()
         silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(TOLD_AT_ONCE + 18)]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             answers = await asyncio.gather(*(reader.read() for reader, _ in silent), return_exceptions=True)
         told = [answer for answer in answers if isinstance(answer, bytes) and b"too_many_connections" in answer]
         assert len(told) == TOLD_AT_ONCE

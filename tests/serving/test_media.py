@@ -19,7 +19,7 @@ from models import video as video_module
 from serving import media
 
 from .chat_client import COMPLETIONS, data_url, frames, text_of
-from .conftest import Server, scripted_server
+from .conftest import PATIENCE, Server, scripted_server
 from .scripted_model import ScriptedModel
 
 PLACE = "messages.0.content.0.image_url.url"
@@ -222,7 +222,7 @@ async def test_decoding_does_not_hold_the_event_loop(server, monkeypatch):
 
     def decode(data: bytes) -> Image.Image:
         decoding.set()
-        assert answered.wait(20)
+        assert answered.wait(PATIENCE)
         return Image.new("RGB", (64, 64))
 
     monkeypatch.setattr(media, "open_image", decode)

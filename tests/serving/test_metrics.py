@@ -8,7 +8,7 @@ import time
 from prometheus_client.parser import text_string_to_metric_families
 
 from .chat_client import COMPLETIONS, ask, body
-from .conftest import Server, scripted_server
+from .conftest import PATIENCE, Server, scripted_server
 from .scripted_model import ScriptedModel
 from .test_engine import Crash, start
 
@@ -85,8 +85,11 @@ async def test_what_only_grows_is_a_counter(server):
 
 async def test_times_add_up(server):
     """As vLLM defines them: the parts of a request are its whole, and the first token comes after queue and prefill."""
+    first, second = await start(server, "one"), asyncio.create_task(ask(server, "two"))
+    await server.submitted(1)  # so that it waits for all that the first one takes
     server.model.pace = 0.01
-    await asyncio.gather(ask(server, "one"), ask(server, "two"))
+    server.model.gate.set()
+    await asyncio.gather(first, second)
     samples = await read(server)
     queue, prefill, decode, total = (samples.value(f"{name}_seconds_sum") for name in TIMES)
     assert abs(queue + prefill + decode - total) < 1e-6
@@ -117,7 +120,7 @@ async def test_running_and_waiting_requests_are_told_from_what_lives(server):
 async def test_the_lag_of_the_event_loop_is_measured(server):
     before = (await read(server)).value("event_loop_lag_seconds_sum")
     time.sleep(0.3)  # which holds up the server's event loop too
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while (await read(server)).value("event_loop_lag_seconds_sum") < before + 0.28:
             await asyncio.sleep(0.01)
 

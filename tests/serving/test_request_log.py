@@ -13,7 +13,7 @@ import pytest
 from serving import replies
 
 from .chat_client import COMPLETIONS, ask, body, raw_request
-from .conftest import Server, scripted_server
+from .conftest import PATIENCE, Server, scripted_server
 from .test_command import process
 from .test_engine import Crash, start
 from .test_metrics import read
@@ -180,12 +180,12 @@ async def test_a_path_makes_neither_a_second_nor_an_endless_line(server, lines):
 
 
 async def test_the_command_writes_lines_of_json_to_stderr():
-    with process(pace=0.0) as (running, address):
-        async with httpx.AsyncClient(base_url=address) as client:
+    with process() as (running, address):
+        async with httpx.AsyncClient(base_url=address, timeout=PATIENCE) as client:
             await client.post(COMPLETIONS, json=body(SECRET))
             await client.post(COMPLETIONS, json={})
         running.terminate()
-        stderr = await asyncio.to_thread(lambda: running.communicate(timeout=15)[1])
+        stderr = await asyncio.to_thread(lambda: running.communicate(timeout=PATIENCE)[1])
     first, second = (json.loads(line) for line in stderr.splitlines())
     assert (first["status"], first["outcome"], first["finish_reason"]) == (200, "finished", "stop")
     assert (second["status"], second["outcome"]) == (400, "refused")

@@ -244,7 +244,7 @@ async def test_logprobs_of_held_back_text_are_told_once():
 
 async def test_a_call_in_the_making_is_no_silence():
     """Comments come while nothing else does."""
-    async with scripted_server(ScriptedModel(answer=lambda _: NOW_CALL, pace=0.01), ping_seconds=0.1) as server:
+    async with scripted_server(ScriptedModel(answer=lambda _: NOW_CALL, pace=0.01), ping_seconds=0.05) as server:
         response = await server.client.post(COMPLETIONS, json=body("?", tools=TOOLS, stream=True))
         assert response.text.count(": waiting\n\n") >= 2
         assert joined([frame["choices"][0]["delta"] for frame in frames(response.text)])["tool_calls"]
