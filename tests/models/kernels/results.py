@@ -1,9 +1,9 @@
 """What the kernels and their references give, in numpy.
 
-XLA takes a second to compile a reference, and ten under emulation. With `KESTREL_EXPECTED=FOLDER` a reference's result
-is read from FOLDER, or computed and put there if it is missing, so that one machine can compute what another one's
-kernels should give (tests/aarch64). A result's name is a digest of all arguments: one for slightly different numbers is
-computed anew. FOLDER serves one version of the references.
+XLA takes half a second to compile a reference, and ten under emulation. With `KESTREL_EXPECTED=FOLDER` a reference's
+result is read from FOLDER, or computed and put there if it is missing, so that one machine can compute what another
+one's kernels should give (tests/aarch64). A result's name is a digest of all arguments: one for slightly different
+numbers is computed anew. FOLDER serves one version of the references.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import jax
 import numpy as np
 
 FOLDER = "KESTREL_EXPECTED"
+# A reference runs once per shape, in far less time than XLA would take to optimise it.
+UNOPTIMISED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def in_numpy(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,7 +32,7 @@ def in_numpy(function: Callable[..., Any]) -> Callable[..., Any]:
 def expected_from(reference: Callable[..., Any], static: tuple[int, ...] = ()) -> Callable[..., Any]:
     """The reference, compiled once per shape, with numpy arrays as results; they are kept if `KESTREL_EXPECTED` says
     where. Arguments at the positions `static` are constants of the compiled function."""
-    compiled = in_numpy(jax.jit(reference, static_argnums=static))
+    compiled = in_numpy(jax.jit(reference, static_argnums=static, compiler_options=UNOPTIMISED))
 
     def expected(*arguments: Any) -> Any:
         folder = os.environ.get(FOLDER)
