@@ -8,7 +8,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from statistics import fmean
 from typing import Any
 
 import jax
@@ -157,16 +156,17 @@ class ProfiledSteps(DecodeSteps):
                 traced = self.decode(context, batch, steps)["ms"]
             runs = list(read_runs(Path(folder)))
         text = self.inference.decode_text(batch, self.held[context, batch].layers)
-        rows = breakdown(runs, read_operations(text), fmean(traced))
+        rows = breakdown(runs, read_operations(text), traced)
         return {"plain_ms": plain, "traced_ms": traced, "rows": rows}
 
 
-def breakdown(runs: Sequence[Run], operations: dict[str, Operation], step_ms: float) -> list[dict[str, Any]]:
-    """Per step the milliseconds and the number of runs of each source of operations; the rest of the step's
-    `step_ms` is the host's."""
-    runs = [run for run in runs if run.operation in operations]
-    steps = len({run.step for run in runs})
-    leaves = [run for run in runs if operations[run.operation].opcode not in CONTAINERS]
+def breakdown(runs: Sequence[Run], operations: dict[str, Operation], steps_ms: Sequence[float]) -> list[dict[str, Any]]:
+    """Per step the milliseconds and the number of runs of each source of operations, in the last steps, of which
+    `steps_ms` were measured; the rest of these is the host's."""
+    runs = sorted((run for run in runs if run.operation in operations), key=lambda run: run.start)
+    steps = len(steps_ms)
+    last = list(dict.fromkeys(run.step for run in runs))[-steps:]  # those before were to warm up
+    leaves = [run for run in runs if run.step in last and operations[run.operation].opcode not in CONTAINERS]
     shares, idle = share_out(leaves)
     nanoseconds: Counter[tuple[str, str]] = Counter()
     counts: Counter[tuple[str, str]] = Counter()
@@ -175,7 +175,7 @@ def breakdown(runs: Sequence[Run], operations: dict[str, Operation], step_ms: fl
     for name, share in shares.items():
         nanoseconds[operations[name].key] += share
     nanoseconds[BETWEEN, ""] = idle
-    nanoseconds[HOST, ""] = step_ms * 1e6 * steps - nanoseconds.total()
+    nanoseconds[HOST, ""] = sum(steps_ms) * 1e6 - nanoseconds.total()
     return [
         {"group": group, "source": source, "ms": total / steps / 1e6, "runs": counts[group, source] / steps}
         for (group, source), total in nanoseconds.most_common()
