@@ -1,6 +1,7 @@
 """A vocabulary and a pair of models like the small trained ones, but small enough to train in a test."""
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from tokenizers import Tokenizer
 from experiments import tiny_vocabulary
 from experiments.tiny_models import TINY_MODELS, TinyModel
 from experiments.tiny_tasks import Task
+
+os.environ["MPLBACKEND"] = "agg"  # plots open no windows, whatever is set here
 
 DECODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1} | {
     "head_dim": 16,

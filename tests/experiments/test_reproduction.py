@@ -53,14 +53,15 @@ def test_the_timeline_of_a_stream(url, tmp_path, capsys):
 
 
 def test_probes_in_every_state(url, tmp_path, capsys):
-    found = figures(health_rtt.EXPERIMENT, tmp_path, "--url", url, "--probes", "5")
-    assert found["/health of an idle server"]["n"] == 5
+    # A fast machine is often between two prompts when it is probed, but not all of these times.
+    found = figures(health_rtt.EXPERIMENT, tmp_path, "--url", url, "--probes", "12", "--words", "300")
+    assert found["/health of an idle server"]["n"] == 12
     samples = [json.loads(line) for line in (tmp_path / "raw.jsonl").read_text().splitlines()[1:]]
     busy = {state: [sample["busy"] for sample in of(samples, state=state)] for state in health_rtt.STATES}
-    assert busy[health_rtt.IDLE] == [False] * 5
+    assert busy[health_rtt.IDLE] == [False] * 12
     assert any(busy[health_rtt.PREFILLING])
     assert all(0 < sample["handshake_ns"] < sample["total_ns"] for sample in samples)
-    assert f"| {health_rtt.PREFILLING} | 5 |" in capsys.readouterr().out
+    assert f"| {health_rtt.PREFILLING} | 12 |" in capsys.readouterr().out
 
 
 def test_the_same_answers_in_every_way_of_asking(url, tmp_path, capsys):

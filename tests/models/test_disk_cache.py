@@ -296,7 +296,7 @@ def test_what_waits_to_be_written_can_be_read_and_is_bounded(tmp_path, monkeypat
     write = disk_cache._write_whole
 
     def slow(file: Path, content: bytes) -> None:
-        written.wait(10)
+        written.wait(60)
         write(file, content)
 
     sequences = Sequences(tmp_path)

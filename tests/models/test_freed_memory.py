@@ -7,11 +7,13 @@ import sys
 import pytest
 
 # Fills and frees an array several times, from a thread as the server's engine is, and prints how many pages the last
-# time took from the system.
+# time took from the system: small ones, which can be counted, also where huge ones are given unasked.
 FILL = """
-import resource, sys, threading
+import ctypes, resource, sys, threading
 import numpy as np
 from models.freed_memory import keep_freed_memory
+PR_SET_THP_DISABLE = 41
+ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
 if sys.argv[1] == "kept":
     keep_freed_memory()
 
@@ -31,7 +33,7 @@ print(taken[-1])
 
 def pages_taken(how: str) -> int:
     """By an array of 64 MiB, not for the first time."""
-    environment = {"NUMPY_MADVISE_HUGEPAGE": "0", "PATH": ""}  # so that its pages can be counted
+    environment = {"PATH": ""}  # nothing that sets up the allocator otherwise
     command = [sys.executable, "-c", FILL, how]
     return int(subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment).stdout)
 

@@ -64,9 +64,11 @@ def test_mapped_files_are_told_from_other_memory(tmp_path):
 
 
 SMAPS = Path("/proc/self/smaps")
+HUGE = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 @pytest.mark.skipif(not SMAPS.is_file(), reason="the system does not tell about its mappings")
+@pytest.mark.skipif(not HUGE.is_dir(), reason="the system has no huge pages")
 def test_memory_is_private_and_marked_for_huge_pages():
     copy = HugePages().copy(np.zeros(REGION, np.uint8))
     flags = mapping_flags(copy.ctypes.data)
