@@ -4,7 +4,7 @@ Claims: with kernels whose result for a row does not depend on its neighbours, n
 With others a token flips only where the margin (largest logit minus second largest) is less than twice the difference
 that batching makes to a logit. That rule follows from what a flip is, and only the emulated engine puts it to the test:
 XLA's operations differ in every step, but by so little that no token flips. Documented: a margin of 0.71 is safe, one
-of 0.032 flips. Cost: fifteen minutes on 2 cores.
+of 0.032 flips. Cost: eighteen minutes on 2 cores.
 
     python -m experiments.batch_margin
 
@@ -49,7 +49,7 @@ BOARD = "x86, 8B, 16 threads, greedy, 8 requests (probably); prompts not stated"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Models, engines and how much is measured."""
     parser.add_argument("--model", nargs="+", default=["tiny-vl", "tiny-moe"], help="trained models or folders")
-    parser.add_argument("--groups", type=int, default=100, help=f"of {ROWS} questions, and of {ROWS} random prompts")
+    parser.add_argument("--groups", type=int, default=120, help=f"of {ROWS} questions, and of {ROWS} random prompts")
     parser.add_argument("--prompts", type=int, default=4, help="that are answered under changing load")
 
 
