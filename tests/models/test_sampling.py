@@ -9,6 +9,7 @@ from models.errors import ConfigError
 from models.sampling import SamplingParams, everything, sample, seated, start_sampling
 
 VOCAB = 50
+choose, seat = jax.jit(sample), jax.jit(seated)  # shapes that come up again are compiled once
 
 
 def draw(logits: np.ndarray, *params: SamplingParams, prompts=None, allowed=None, steps: int = 1):
@@ -22,10 +23,10 @@ def draw(logits: np.ndarray, *params: SamplingParams, prompts=None, allowed=None
             bits[0, tokens] = True
             constraints[row] = np.packbits(bits, bitorder="little").view(np.uint32)
     state = start_sampling(list(zip(params, prompts, strict=True)), logits.shape[1])
-    step, slots = jax.jit(sample), jnp.arange(len(params), dtype=jnp.int32)
+    slots = jnp.arange(len(params), dtype=jnp.int32)
     tokens = []
     for _ in range(steps):
-        sampled, state = step(jnp.asarray(logits, jnp.float32), state, slots, constraints)
+        sampled, state = choose(jnp.asarray(logits, jnp.float32), state, slots, constraints)
         tokens.append(np.asarray(sampled.token))
     return np.array(tokens), sampled
 
@@ -197,10 +198,10 @@ def test_rows_take_the_parameters_of_their_slots_and_empty_rows_change_none():
     state = start_sampling([(SamplingParams(), nothing)] * 5, VOCAB)
     for slot, params in zip((4, 0, 2), own, strict=True):
         row = start_sampling([(params, nothing)], VOCAB)
-        state = jax.jit(seated)(state, row, jnp.int32(slot))
+        state = seat(state, row, jnp.int32(slot))
     slots = jnp.asarray([4, 0, 2, -1], jnp.int32)
     for _ in range(6):
-        sampled, state = jax.jit(sample)(logits[jnp.asarray([0, 1, 2, 0])], state, slots, everything(4, VOCAB))
+        sampled, state = choose(logits[jnp.asarray([0, 1, 2, 0])], state, slots, everything(4, VOCAB))
     alone, last = draw(np.asarray(logits), *own, steps=6)
     assert sampled.token[:3].tolist() == alone[-1].tolist()
     np.testing.assert_array_equal(sampled.logprob[:3], last.logprob)

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from models.inference import LARGE_FRAME, frame_bucket
 from models.vision import QUERY_BLOCK, patch_layout
@@ -33,13 +34,18 @@ def test_a_frame_of_the_tables_own_size_reads_it_directly():
     np.testing.assert_allclose(layout.table_weight[:, 0], 1.0)
 
 
+@nnx.jit
+def encode(visual: nnx.Module, *arguments):
+    return visual(*arguments)
+
+
 def tower(inference, patches: np.ndarray, height: int, width: int, padding: int = 0):
     """The tower itself on one frame, padded by `padding` patches: embeddings and features without the padding."""
     layout = patch_layout(height, width, 2, 6)
     arrays = (patches, layout.rows, layout.columns, layout.table_index, layout.table_weight)
     padded = [jnp.asarray(np.pad(array, [(0, padding)] + [(0, 0)] * (array.ndim - 1)))[None] for array in arrays]
     valid = jnp.arange(len(patches) + padding)[None] < len(patches)
-    embeddings, deepstack = inference.network.visual(*padded, valid)
+    embeddings, deepstack = encode(inference.network.visual, *padded, valid)
     return embeddings[0, : len(patches) // 4], deepstack[:, 0, : len(patches) // 4]
 
 
