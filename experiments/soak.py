@@ -35,6 +35,7 @@ from models.tokenizer import Tokenizer
 
 SAMPLE_SECONDS = 1.0
 SETTLING_SECONDS = 15.0
+ORDINARY_TOKEN = 300  # an id of text, with as many behind it as there are slots
 
 
 async def soak(server: Server, options: argparse.Namespace) -> tuple[list[Record], Memory, dict, dict, dict]:
@@ -52,6 +53,7 @@ async def soak(server: Server, options: argparse.Namespace) -> tuple[list[Record
 
     control = Tokenizer.from_folder(find_folder(options.model)).control_ids
     await fetch(server, "POST", CHAT, json.dumps({"messages": [user("hello")]}).encode())  # what is opened once is open
+    await _fill_cache(server)
     before = _held(process)
     with tqdm(unit="request") as bar:
 
@@ -64,6 +66,17 @@ async def soak(server: Server, options: argparse.Namespace) -> tuple[list[Record
         watching.cancel()
     after, counters = await _settled(server, process, before)
     return records, memory, before, after, counters
+
+
+async def _fill_cache(server: Server) -> None:
+    """Fills every slot of the cache with a prompt that no other has a token in common with, because its memory counts
+    only from the time when it is first written."""
+    _, health = await fetch(server, "GET", "/health")
+    for slot in range(health["slots"]["total"]):
+        body = {"prompt": [ORDINARY_TOKEN + slot] * (MAX_CONTEXT - 1), "max_tokens": 1}
+        code, told = await fetch(server, "POST", "/v1/completions", json.dumps(body).encode())
+        if code != 200:
+            raise RuntimeError(f"a prompt that fills slot {slot} got status {code}: {told}")
 
 
 def _held(process: psutil.Process) -> dict[str, int]:

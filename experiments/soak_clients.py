@@ -22,7 +22,7 @@ from experiments.tiny_tasks import REPEAT_EN, code_word, user
 
 LIMIT_SECONDS = 2  # the server's for slow clients, so that a stall is over soon
 MOST_BODY_BYTES = 2**20
-MAX_CONTEXT = 640  # tokens: a cache so small that all of its memory has been touched when the warm-up is over
+MAX_CONTEXT = 640  # tokens: a cache that is soon filled once, so that its memory counts from the beginning
 SERVER_ARGUMENTS = ("--header-timeout", "--body-timeout", "--stall-timeout")
 PATIENCE = 60  # seconds after which what has not ended is lost; a stall must be cut off much earlier
 PAUSE = 0.1  # seconds between a client's requests, on average
