@@ -6,6 +6,7 @@ READY := $(VENV)/ready
 MODEL ?= tiny-vl
 ARGS ?=
 BENCHMARKS ?= tests/*/test_*benchmarks.py
+BASELINE ?= results/benchmarks/baseline.json
 
 .PHONY: setup serve test test-aarch64 lint reproduce reproduce-full bench
 
@@ -38,10 +39,10 @@ reproduce: $(READY)
 reproduce-full: $(READY)
 	$(RUN) -m experiments.report $(ARGS)
 
-# Times of small parts, compared with the last run that was kept, if there is one.
+# Times of small parts, compared with those of a run that was kept.
 bench: $(READY)
 	$(RUN) -m pytest -o addopts='-q -p no:schemathesis' -W ignore::pytest_benchmark.logger.PytestBenchmarkWarning \
-	  --benchmark-only --benchmark-compare --benchmark-storage=.benchmarks --benchmark-group-by=fullfunc \
+	  --benchmark-only --benchmark-compare=$(BASELINE) --benchmark-storage=.benchmarks --benchmark-group-by=fullfunc \
 	  --benchmark-columns=median,iqr,rounds $(ARGS) $(BENCHMARKS)
 
 lint: $(READY)
