@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from models.errors import ConfigError
@@ -24,6 +25,7 @@ MAX_TOP_LOGPROBS = 20
 ONE_AS_BITS = 0x3F800000  # the bit pattern of float32 1.0
 MOST_TOP_K = 2**31 - 1  # more than any vocabulary has
 LEAST = 1e-6  # where float32 arithmetic would overflow, or find nothing; a choice is the same as with less
+CANDIDATES = 256  # the best tokens, among which nearly every draw falls that is filtered at all
 ALL_TOKENS = np.uint32(0xFFFFFFFF)  # a word of a constraint that lets its 32 tokens through
 
 
@@ -224,41 +226,85 @@ def _allowed_tokens(allowed: UInt[Array, "batch words"], vocab: int) -> Bool[Arr
 
 
 def _draw(logits: Float[Array, "batch vocab"], state: SamplingState) -> Int[Array, " batch"]:
-    """One draw per row from the filtered distribution, by the Gumbel-max trick."""
+    """One draw per row from the filtered distribution, by the Gumbel-max trick: among few candidates where they are all
+    that the filters leave, because what goes over the whole vocabulary takes long."""
     temperature = jnp.where(state.temperature > 0, state.temperature, 1.0)
     logits = logits / temperature[:, None]
     likelihoods = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
     probabilities = likelihoods / row_sums(likelihoods)[:, None]
-    everything = jnp.full_like(state.top_k, logits.shape[-1])
-    kept = _keep_best(probabilities, jnp.where(state.top_k > 0, state.top_k, everything).astype(jnp.float32), _ones)
+    few, token = _draw_from_best(probabilities, state)
+    if probabilities.shape[-1] <= CANDIDATES:
+        return token
+    many = (state.temperature > 0) & ~few
+    return jax.lax.cond(
+        jnp.any(many), lambda: jnp.where(many, _draw_from_all(probabilities, state, many), token), lambda: token
+    )
+
+
+def _draw_from_best(
+    probabilities: Float[Array, "batch vocab"], state: SamplingState
+) -> tuple[Bool[Array, " batch"], Int[Array, " batch"]]:
+    """Whether a row's best `CANDIDATES` are all that its filters leave, and if so its draw."""
+    vocab = probabilities.shape[-1]
+    best, tokens = jax.lax.top_k(probabilities, min(CANDIDATES, vocab))
+    most = jnp.where(state.top_k > 0, jnp.minimum(state.top_k, vocab), vocab)
+    # No slice of what comes sorted: XLA would sort the whole vocabulary for it.
+    least = state.min_p[:, None] * jnp.max(best, axis=-1, keepdims=True)
+    passing = (_places(best) < most[:, None]) & (best >= least)
+    complete = (most <= best.shape[-1]) | ~jnp.all(passing, axis=-1)
+    kept = jnp.where(passing, best, 0.0)
+    upto = jnp.cumsum(kept, axis=-1)
+    # Without other filters all tokens share in what top-p counts, but those that it leaves may still be few.
+    wanted = state.top_p * jnp.where(complete, row_sums(kept), row_sums(probabilities))
+    before = jnp.pad(upto[:, :-1], [(0, 0), (1, 0)])
+    cut = state.top_p < 1
+    kept = jnp.where(~cut[:, None] | (before < wanted[:, None]), kept, 0.0)
+    few = complete | (cut & (state.top_k == 0) & (state.min_p == 0) & (upto[:, -1] >= wanted))
+    place = jnp.argmax(jnp.log(kept) + _gumbel(state, tokens), axis=-1)
+    return few, jnp.take_along_axis(tokens, place[:, None], axis=-1)[:, 0]
+
+
+def _draw_from_all(
+    probabilities: Float[Array, "batch vocab"], state: SamplingState, rows: Bool[Array, " batch"]
+) -> Int[Array, " batch"]:
+    """The draws of these rows from the whole vocabulary; what the others get means nothing."""
+    by_count, by_mass = rows & (state.top_k > 0), rows & (state.top_p < 1)
+
+    def narrow(turn: Int[Array, ""], kept: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
+        counting = turn == 0
+        weights = jnp.where(counting, 1.0, kept)
+        wanted = jnp.where(counting, state.top_k.astype(jnp.float32), state.top_p * row_sums(kept))
+        narrowed = jnp.where(counting, by_count, by_mass)[:, None]
+        return jnp.where(narrowed, _keep_best(kept, weights, wanted), kept)
+
+    # Top-k and min-p leave the same in either order.
     best = jnp.max(probabilities, axis=-1, keepdims=True)
-    kept = jnp.where(kept >= state.min_p[:, None] * best, kept, 0.0)
-    mass = row_sums(kept)
-    kept = jnp.where(state.top_p[:, None] < 1, _keep_best(kept, state.top_p * mass, _mass), kept)
-    keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
-    return jnp.argmax(jnp.log(kept) + noise, axis=-1).astype(jnp.int32)
+    kept = jnp.where(probabilities >= state.min_p[:, None] * best, probabilities, 0.0)
+    first, last = jnp.where(jnp.any(by_count), 0, 1), jnp.where(jnp.any(by_mass), 2, 1)
+    kept = jax.lax.fori_loop(first, last, narrow, kept)
+    return jnp.argmax(jnp.log(kept) + _gumbel(state, _places(kept)), axis=-1).astype(jnp.int32)
 
 
-def _ones(probabilities: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
-    return jnp.ones_like(probabilities)
+def _gumbel(state: SamplingState, tokens: Int[Array, "batch some"]) -> Float[Array, "batch some"]:
+    """Noise from a row's key, its step and the token, whichever tokens it is asked for."""
 
+    def bits(key: Array, step: Array, tokens: Array) -> Array:
+        counters = jnp.concatenate([jnp.full_like(tokens, step), tokens]).astype(jnp.uint32)
+        return threefry_2x32(key, counters)[: len(tokens)]
 
-def _mass(probabilities: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
-    return probabilities
+    # 23 bits and a half: as many as float32 holds without rounding up to 1.
+    uniform = ((jax.vmap(bits)(state.key, state.step, tokens) >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
+    return -jnp.log(-jnp.log(uniform))
 
 
 def _keep_best(
-    probabilities: Float[Array, "batch vocab"],
-    wanted: Float[Array, " batch"],
-    weigh: Callable[[Float[Array, "batch vocab"]], Float[Array, "batch vocab"]],
+    probabilities: Float[Array, "batch vocab"], weights: Float[Array, "batch vocab"], wanted: Float[Array, " batch"]
 ) -> Float[Array, "batch vocab"]:
     """Zeroes all but the smallest set of best candidates whose weights add up to `wanted`.
 
     Finds the lowest probability of that set by bisection over float32 bit patterns, whose order is that of the positive
     numbers: 30 passes over the vocabulary instead of a sort, which XLA does badly on the CPU.
     """
-    weights = weigh(probabilities)
 
     def weight_from(threshold: Float[Array, " batch"]) -> Float[Array, " batch"]:
         return row_sums(jnp.where(probabilities >= threshold[:, None], weights, 0.0))
