@@ -177,7 +177,7 @@ def soak_sentence(folder: Path) -> str:
     memory = Memory(**server["memory"])
     overhead = median(pooled(lines_of(folder / "tokens.jsonl"), "overhead"))
     return (
-        f"In [{memory.seconds[-1] / 60:.0f} minutes of well and badly behaved clients](results/soak/table.md), "
+        f"In [{max(each['start'] for each in requests) / 60:.0f} minutes of well and badly behaved clients](results/soak/table.md), "
         f"of {len(requests):,} requests {sum(each['outcome'] == 'lost' for each in requests)} were lost, "
         f"{sum(each.get('mixed', False) for each in requests)} got what belonged to another, and "
         f"{server['counters']['failed']} failed in the server, whose memory changed by {memory.slope()[0]:+.2f} MB per "
