@@ -24,6 +24,7 @@ from experiments.bench_decode import floors, step_ms
 from experiments.experiment import Raw, Sample, of
 from experiments.soak_overhead import pooled
 from experiments.soak_report import LEAK_MB, Memory
+from models.qwen_vocabulary import QWEN_VOCABULARY
 
 README, RESULTS = ROOT / "README.md", ROOT / "results"
 BEGIN, END = "<!-- written by experiments.readme_numbers: {} -->\n", "<!-- end -->\n"
@@ -177,8 +178,9 @@ def soak_sentence(folder: Path) -> str:
     memory = Memory(**server["memory"])
     overhead = median(pooled(lines_of(folder / "tokens.jsonl"), "overhead"))
     return (
-        f"In [{max(each['start'] for each in requests) / 60:.0f} minutes of well and badly behaved clients](results/soak/table.md), "
-        f"of {len(requests):,} requests {sum(each['outcome'] == 'lost' for each in requests)} were lost, "
+        f"In [{max(each['start'] for each in requests) / 60:.0f} minutes of well and badly behaved clients]"
+        f"(results/soak/table.md), of {len(requests):,} requests "
+        f"{sum(each['outcome'] == 'lost' for each in requests)} were lost, "
         f"{sum(each.get('mixed', False) for each in requests)} got what belonged to another, and "
         f"{server['counters']['failed']} failed in the server, whose memory changed by {memory.slope()[0]:+.2f} MB per "
         f"minute after the warm-up (less than {LEAK_MB:g} is the aim); to the time of a token the server adds "
@@ -197,11 +199,23 @@ def fuzz_sentence(folder: Path) -> str:
     )
 
 
+def sampling_part(results: Path) -> str:
+    """What choosing a token takes, by the baseline of the benchmarks."""
+    kept = json.loads((results / "benchmarks" / "baseline.json").read_text())["benchmarks"]
+    times = {entry["param"]: 1e3 * entry["stats"]["median"] for entry in kept if "test_sampling[" in entry["name"]}
+    return paragraph(
+        f"To choose a token among the {QWEN_VOCABULARY:,} of Qwen3-VL takes {times['greedy']:.1f} ms if greedy, "
+        f"{times['top_k_top_p']:.1f} ms with temperature, top-k and top-p, {times['temperature']:.1f} ms with "
+        "temperature alone, where every token takes part in the draw."
+    )
+
+
 PARTS: Mapping[str, Callable[[Path], str]] = {
     "parity": parity_part,
     "speed": speed_part,
     "batch": batch_part,
     "crowd": crowd_part,
+    "sampling": sampling_part,
 }
 
 

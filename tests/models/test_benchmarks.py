@@ -52,14 +52,22 @@ def test_decode(benchmark: BenchmarkFixture, model: LoadedModel, expected: list[
     assert tokens == expected[: len(tokens)]
 
 
-def test_sampling(benchmark: BenchmarkFixture):
-    logits = jnp.asarray(np.random.default_rng(0).standard_normal((8, QWEN_VOCABULARY), np.float32))
-    params = SamplingParams(temperature=0.7, top_p=0.9, top_k=40)
-    state = start_sampling([(params, np.zeros(0, np.int32))] * 8, QWEN_VOCABULARY)
-    slots, allowed = np.arange(8, dtype=np.int32), everything(8, QWEN_VOCABULARY)
-    step = jax.jit(sample)
-    sampled, _ = benchmark(lambda: jax.block_until_ready(step(logits, state, slots, allowed)))
-    assert (np.asarray(jnp.argsort(logits)[:, -40:]) == np.asarray(sampled.token)[:, None]).any(axis=1).all()
+CHOICES = {
+    "greedy": SamplingParams(),
+    "top_k_top_p": SamplingParams(temperature=0.7, top_p=0.9, top_k=40),
+    "temperature": SamplingParams(temperature=0.7),
+}
+choose = jax.jit(sample)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_sampling(benchmark: BenchmarkFixture, choice: str):
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((1, QWEN_VOCABULARY), np.float32))
+    state = jax.device_put(start_sampling([(CHOICES[choice], np.zeros(0, np.int32))], QWEN_VOCABULARY))
+    slots, allowed = jax.device_put((np.zeros(1, np.int32), everything(1, QWEN_VOCABULARY)))
+    sampled, _ = benchmark(lambda: jax.block_until_ready(choose(logits, state, slots, allowed)))
+    best = {"greedy": 1, "top_k_top_p": 40, "temperature": QWEN_VOCABULARY}[choice]
+    assert sampled.token[0] in np.argsort(-np.asarray(logits[0]), kind="stable")[:best]
 
 
 def test_text_to_tokens_and_back(benchmark: BenchmarkFixture):
