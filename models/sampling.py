@@ -282,7 +282,7 @@ def _draw_from_all(
     kept = jnp.where(probabilities >= state.min_p[:, None] * best, probabilities, 0.0)
     first, last = jnp.where(jnp.any(by_count), 0, 1), jnp.where(jnp.any(by_mass), 2, 1)
     kept = jax.lax.fori_loop(first, last, narrow, kept)
-    return jnp.argmax(jnp.log(kept) + _gumbel(state, _places(kept)), axis=-1).astype(jnp.int32)
+    return _first_largest(jnp.log(kept) + _gumbel(state, _places(kept)))
 
 
 def _gumbel(state: SamplingState, tokens: Int[Array, "batch some"]) -> Float[Array, "batch some"]:
