@@ -43,7 +43,6 @@ async def soak(server: Server, options: argparse.Namespace) -> tuple[list[Record
     process = psutil.Process(server.pid)
     records: list[Record] = []
     memory = Memory([], [])
-    begin = time.monotonic()
 
     async def watch() -> None:
         while True:
@@ -54,7 +53,7 @@ async def soak(server: Server, options: argparse.Namespace) -> tuple[list[Record
     control = Tokenizer.from_folder(find_folder(options.model)).control_ids
     await fetch(server, "POST", CHAT, json.dumps({"messages": [user("hello")]}).encode())  # what is opened once is open
     await _fill_cache(server)
-    before = _held(process)
+    before, begin = _held(process), time.monotonic()
     with tqdm(unit="request") as bar:
 
         def ended(record: Record) -> None:
@@ -109,9 +108,10 @@ def note(options: argparse.Namespace) -> str:
         "asks for its own code words, streamed or whole, or shows a picture, or leaves at a random moment (in the "
         "head, in the body, queued, computing, in mid-stream; by closing, a reset or a half close), sends garbage, or "
         f"stalls (head, body, not reading). The server's limits for slow clients are {LIMIT_SECONDS} s; its context is "
-        f"{MAX_CONTEXT} tokens, because the memory of a cache counts only once a sequence has come so far. The "
-        "overhead per token is measured after that, by one client on an idle server: the gap between two frames as "
-        "the client sees it, less the time that the model took for the step of the same token.\n"
+        f"{MAX_CONTEXT} tokens, and every slot of its cache is filled before its memory is watched, because that "
+        "counts only once a sequence has come so far. The overhead per token is measured after that, by one client on "
+        "an idle server: the gap between two frames as the client sees it, less the time that the model took for the "
+        "step of the same token.\n"
     )
 
 

@@ -25,7 +25,7 @@ MAX_TOP_LOGPROBS = 20
 ONE_AS_BITS = 0x3F800000  # the bit pattern of float32 1.0
 MOST_TOP_K = 2**31 - 1  # more than any vocabulary has
 LEAST = 1e-6  # where float32 arithmetic would overflow, or find nothing; a choice is the same as with less
-CANDIDATES = 256  # the best tokens, among which nearly every draw falls that is filtered at all
+CANDIDATES = 256  # the best tokens: all that a usual top-k leaves, or top-p where a model is fairly sure
 ALL_TOKENS = np.uint32(0xFFFFFFFF)  # a word of a constraint that lets its 32 tokens through
 
 
@@ -187,10 +187,13 @@ def sample(
     first = _first_largest(logits)
     unconstrained = jnp.all(allowed == ALL_TOKENS, axis=-1)
     usual = (slots < 0) | (((state.temperature == 0) & ~state.adjusted)[own] & unconstrained)
+
+    def of_rows() -> SamplingState:
+        gathered = jax.tree.map(lambda array: array[own], state)
+        return replace(gathered, temperature=jnp.where(slots < 0, 0.0, gathered.temperature))  # empty rows draw nothing
+
     # What takes memory per slot is read only where a row needs it.
-    token = jax.lax.cond(
-        jnp.all(usual), lambda: first, lambda: _choose(logits, jax.tree.map(lambda array: array[own], state), allowed)
-    )
+    token = jax.lax.cond(jnp.all(usual), lambda: first, lambda: _choose(logits, of_rows(), allowed))
     counted = jnp.where(slots < 0, state.step.shape[0], slots)  # out of bounds, where updates are dropped
     counts = state.counts.at[counted, token].add(1, mode="drop")
     step = state.step.at[counted].add(1, mode="drop")
@@ -226,8 +229,8 @@ def _allowed_tokens(allowed: UInt[Array, "batch words"], vocab: int) -> Bool[Arr
 
 
 def _draw(logits: Float[Array, "batch vocab"], state: SamplingState) -> Int[Array, " batch"]:
-    """One draw per row from the filtered distribution, by the Gumbel-max trick: among few candidates where they are all
-    that the filters leave, because what goes over the whole vocabulary takes long."""
+    """One draw per row from the filtered distribution, by the Gumbel-max trick: among few candidates where they are
+    known to be all that the filters leave, because what goes over the whole vocabulary takes long."""
     temperature = jnp.where(state.temperature > 0, state.temperature, 1.0)
     logits = logits / temperature[:, None]
     likelihoods = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
@@ -244,13 +247,13 @@ def _draw(logits: Float[Array, "batch vocab"], state: SamplingState) -> Int[Arra
 def _draw_from_best(
     probabilities: Float[Array, "batch vocab"], state: SamplingState
 ) -> tuple[Bool[Array, " batch"], Int[Array, " batch"]]:
-    """Whether a row's best `CANDIDATES` are all that its filters leave, and if so its draw."""
+    """Whether a row's best `CANDIDATES` are known to be all that its filters leave, and if so its draw."""
     vocab = probabilities.shape[-1]
     best, tokens = jax.lax.top_k(probabilities, min(CANDIDATES, vocab))
     most = jnp.where(state.top_k > 0, jnp.minimum(state.top_k, vocab), vocab)
     # No slice of what comes sorted: XLA would sort the whole vocabulary for it.
     least = state.min_p[:, None] * jnp.max(best, axis=-1, keepdims=True)
-    passing = (_places(best) < most[:, None]) & (best >= least)
+    passing = (_places(best) < most[:, None]) & (best >= least) & (best > 0)
     complete = (most <= best.shape[-1]) | ~jnp.all(passing, axis=-1)
     kept = jnp.where(passing, best, 0.0)
     upto = jnp.cumsum(kept, axis=-1)
@@ -259,7 +262,7 @@ def _draw_from_best(
     before = jnp.pad(upto[:, :-1], [(0, 0), (1, 0)])
     cut = state.top_p < 1
     kept = jnp.where(~cut[:, None] | (before < wanted[:, None]), kept, 0.0)
-    few = complete | (cut & (state.top_k == 0) & (state.min_p == 0) & (upto[:, -1] >= wanted))
+    few = complete | (cut & (most == vocab) & (state.min_p == 0) & (upto[:, -1] >= wanted))
     place = jnp.argmax(jnp.log(kept) + _gumbel(state, tokens), axis=-1)
     return few, jnp.take_along_axis(tokens, place[:, None], axis=-1)[:, 0]
 
@@ -268,7 +271,8 @@ def _draw_from_all(
     probabilities: Float[Array, "batch vocab"], state: SamplingState, rows: Bool[Array, " batch"]
 ) -> Int[Array, " batch"]:
     """The draws of these rows from the whole vocabulary; what the others get means nothing."""
-    by_count, by_mass = rows & (state.top_k > 0), rows & (state.top_p < 1)
+    by_count = rows & (state.top_k > 0) & (state.top_k < probabilities.shape[-1])
+    by_mass = rows & (state.top_p < 1)
 
     def narrow(turn: Int[Array, ""], kept: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
         counting = turn == 0

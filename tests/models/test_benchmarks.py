@@ -54,8 +54,8 @@ def test_decode(benchmark: BenchmarkFixture, model: LoadedModel, expected: list[
 
 CHOICES = {
     "greedy": SamplingParams(),
-    "top_k_top_p": SamplingParams(temperature=0.7, top_p=0.9, top_k=40),
-    "temperature": SamplingParams(temperature=0.7),
+    "top_k_top_p": SamplingParams(temperature=0.7, top_p=0.9, top_k=40, seed=0),
+    "temperature": SamplingParams(temperature=0.7, seed=0),
 }
 choose = jax.jit(sample)
 
@@ -65,7 +65,9 @@ def test_sampling(benchmark: BenchmarkFixture, choice: str):
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((1, QWEN_VOCABULARY), np.float32))
     state = jax.device_put(start_sampling([(CHOICES[choice], np.zeros(0, np.int32))], QWEN_VOCABULARY))
     slots, allowed = jax.device_put((np.zeros(1, np.int32), everything(1, QWEN_VOCABULARY)))
+    expected, _ = choose(logits, state, slots, allowed)
     sampled, _ = benchmark(lambda: jax.block_until_ready(choose(logits, state, slots, allowed)))
+    assert sampled.token[0] == expected.token[0]
     best = {"greedy": 1, "top_k_top_p": 40, "temperature": QWEN_VOCABULARY}[choice]
     assert sampled.token[0] in np.argsort(-np.asarray(logits[0]), kind="stable")[:best]
 

@@ -29,6 +29,7 @@ def test_product(benchmark: BenchmarkFixture, format: str, rows: int):
     weight, x = on_device(random_weight(random, format, INTERMEDIATE, HIDDEN), random_rows(random, rows, HIDDEN))
     step = jax.jit(lambda x, *weight: ops.matmul(x, ops.no_norm(), [weight], [INTERMEDIATE])[0])
     alone = step(x[:1], *weight)
+    step(x, *weight)  # compiles
     found = benchmark(lambda: step(x, *weight).block_until_ready())
     np.testing.assert_array_equal(found[:1], alone)
 
@@ -54,6 +55,7 @@ def test_attention(benchmark: BenchmarkFixture, kind: str, held: int):
         found, held_layer = step(held_layer)
         return found.block_until_ready()
 
+    attend()  # compiles
     found = benchmark(attend)
     assert found.shape == (1, 1, HEADS * HEAD_DIM)
     assert jnp.isfinite(found).all()

@@ -9,7 +9,7 @@ import pytest
 
 from models import sampling
 from models.errors import ConfigError
-from models.sampling import SamplingParams, everything, sample, seated, start_sampling
+from models.sampling import MOST_TOP_K, SamplingParams, everything, sample, seated, start_sampling
 
 VOCAB = 50
 choose, seat = jax.jit(sample), jax.jit(seated)  # shapes that come up again are compiled once
@@ -217,7 +217,13 @@ def test_a_row_is_sampled_in_a_batch_as_alone_to_the_last_bit(vocab):
     random = np.random.default_rng(vocab)
     logits = (random.standard_normal((32, vocab)) * 3).astype(np.float32)
     params = [
-        SamplingParams(temperature=(0.0, 0.8, 1.3)[row % 3], top_p=(1.0, 0.9)[row % 2], seed=row, top_logprobs=3)
+        SamplingParams(
+            temperature=(0.0, 0.8, 1.3)[row % 3],
+            top_p=(1.0, 0.9)[row % 2],
+            top_k=(0, 40)[row // 2 % 2],
+            seed=row,
+            top_logprobs=3,
+        )
         for row in range(32)
     ]
     alone = [draw(logits[row : row + 1], params[row])[1] for row in range(0, 32, 5)]
@@ -239,20 +245,26 @@ FILTERS = [
     {"top_k": 40, "min_p": 0.01, "top_p": 0.95},
     {"min_p": 0.05},
     {"min_p": 0.3, "top_p": 0.6},
+    {"min_p": 1.0},
+    {"top_k": MOST_TOP_K, "top_p": 0.8},
+    {"top_p": 1e-30},
 ]
 
 
-def test_draws_are_the_same_among_few_candidates_and_among_all(monkeypatch, logits):
-    """A row draws alike from the best candidates, from all, and beside rows that do the other."""
+@pytest.mark.parametrize("digits", [9, 0])
+def test_draws_are_the_same_among_few_candidates_and_among_all(monkeypatch, logits, digits):
+    """A row draws alike from the best candidates, from all, and beside rows that do the other; also among ties, and
+    where a constraint leaves few."""
     rows = [SamplingParams(**{"temperature": 0.9, "seed": seed} | FILTERS[seed % len(FILTERS)]) for seed in range(100)]
-    many = np.repeat(logits, 100, axis=0)
-    expected, _ = draw(many, *rows, steps=20)  # all that there are
+    many = np.repeat(np.round(logits, digits), 100, axis=0)
+    allowed = [[7, 30, 41] if seed % 9 == 0 else None for seed in range(100)]
+    expected, _ = draw(many, *rows, allowed=allowed, steps=20)  # all that there are
     assert len(np.unique(expected)) > 20
     for candidates in (1, 5, 20):
         monkeypatch.setattr(sampling, "CANDIDATES", candidates)
         anew = jax.jit(lambda *arguments: sample(*arguments))  # JAX knows `sample` already
         monkeypatch.setattr(sys.modules[__name__], "choose", anew)
-        found, _ = draw(many, *rows, steps=20)
+        found, _ = draw(many, *rows, allowed=allowed, steps=20)
         np.testing.assert_array_equal(found, expected)
 
 
