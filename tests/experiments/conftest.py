@@ -16,11 +16,11 @@ from experiments.tiny_tasks import Task
 
 os.environ["MPLBACKEND"] = "agg"  # plots open no windows, whatever is set here
 
-DECODER = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1} | {
+DECODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1} | {
     "head_dim": 16,
     "intermediate_size": 48,
 }
-VISION = {"hidden_size": 16, "num_heads": 2, "depth": 1, "intermediate_size": 24, "out_hidden_size": 32} | {
+VISION = {"hidden_size": 16, "num_heads": 2, "depth": 2, "intermediate_size": 24, "out_hidden_size": 32} | {
     "deepstack_visual_indexes": [0]
 }
 
