@@ -1,7 +1,6 @@
 """Times of the kernels at the sizes of the 2B shape, for `make bench`; else each runs once, as a test."""
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +16,13 @@ HIDDEN, INTERMEDIATE = 2048, 6144
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
 
 
-def on_device(*arguments: Any) -> Any:
-    """JAX's arrays, because those of numpy are copied in every call unless they happen to be aligned."""
-    return jax.device_put(arguments)
-
-
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("format", ["q4", "q8"])
 def test_product(benchmark: BenchmarkFixture, format: str, rows: int):
     random = np.random.default_rng(0)
-    weight, x = on_device(random_weight(random, format, INTERMEDIATE, HIDDEN), random_rows(random, rows, HIDDEN))
+    # JAX's arrays, because those of numpy are copied in every call unless they happen to be aligned.
+    weight = jax.device_put(random_weight(random, format, INTERMEDIATE, HIDDEN))
+    x = jax.device_put(random_rows(random, rows, HIDDEN))
     step = jax.jit(lambda x, *weight: ops.matmul(x, ops.no_norm(), [weight], [INTERMEDIATE])[0])
     alone = step(x[:1], *weight)
     step(x, *weight)  # compiles
@@ -44,7 +40,7 @@ def test_attention(benchmark: BenchmarkFixture, kind: str, held: int):
     ones = (np.ones(HEAD_DIM, np.float32), 1e-6)
     angles = (np.ones((1, 1, HEAD_DIM // 2), np.float32), np.zeros((1, 1, HEAD_DIM // 2), np.float32))
     slots, first = np.zeros(1, np.int32), np.array([held], np.int32)
-    (held_layer,) = on_device(layer)
+    held_layer = jax.device_put(layer)
 
     @partial(jax.jit, donate_argnums=0)
     def step(layer: LayerCache) -> tuple[jax.Array, LayerCache]:
