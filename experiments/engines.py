@@ -23,6 +23,7 @@ from models.cache import CacheType, KVCache
 from models.inference import FlatModule, Layers, plan_chunks, without_tower
 from models.kernels import ops, reference
 from models.kernels.reference import Norm, Weight
+from models.layers import RMSNorm
 from models.moe import MoeBlock
 from models.positions import rope_positions
 
@@ -85,12 +86,14 @@ def _gated_mlp(x: Array, norm: Norm, gate: Weight, up: Weight, down: Weight, int
     return _matmul(jax.nn.silu(left) * right, ops.no_norm(), (down,), (x.shape[1],))[0]
 
 
-def _experts(x: Array, ids: Array, shares: Array, gate_up: Weight, down: Weight, intermediate: int) -> Array:
+def _experts(
+    x: Array, norm: Norm, ids: Array, shares: Array, gate_up: Weight, down: Weight, intermediate: int
+) -> Array:
     if x.shape[0] <= NARROW:
-        return _kernel_experts(x, ids, shares, gate_up, down, intermediate)
+        return _kernel_experts(x, norm, ids, shares, gate_up, down, intermediate)
     wide = _floats(gate_up, x.shape[1])[0][:, : 2 * intermediate], ops.no_scale()
     narrow = _floats(down, intermediate)[0][:, : x.shape[1]], ops.no_scale()
-    return reference.experts(x, ids, shares, wide, narrow, intermediate)
+    return reference.experts(x, norm, ids, shares, wide, narrow, intermediate)
 
 
 @dataclass(frozen=True)
@@ -156,13 +159,13 @@ class EngineSteps:
 def _routers_noted() -> Iterator[list[tuple[Array, Array]]]:
     """Per layer that routes while a step is traced, the margin of its choice and the experts chosen, by row."""
     noted: list[tuple[Array, Array]] = []
-    probabilities = MoeBlock.probabilities
+    route = MoeBlock.route
 
-    def note(block: MoeBlock, tokens: Array) -> Array:
-        found = probabilities(block, tokens)
-        best, experts = jax.lax.top_k(found, block.config.top_k + 1)
-        noted.append((best[:, -2] - best[:, -1], jnp.sort(experts[:, :-1], axis=-1)))
-        return found
+    def note(block: MoeBlock, tokens: Array, norm: RMSNorm) -> tuple[Array, Array]:
+        shares, experts = route(block, tokens, norm)
+        best, _ = jax.lax.top_k(jax.nn.softmax(block.gate(tokens, norm)), block.config.top_k + 1)
+        noted.append((best[:, -2] - best[:, -1], jnp.sort(experts, axis=-1)))
+        return shares, experts
 
-    with mock.patch.object(MoeBlock, "probabilities", note):
+    with mock.patch.object(MoeBlock, "route", note):
         yield noted

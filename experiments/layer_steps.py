@@ -75,7 +75,7 @@ class LayerSteps:
 
     def _likeliest(self, leaves: list[Array], x: Array) -> Array:
         network = self._ends.module(leaves)
-        return jnp.argmax(network.logits(network.norm(x)[:, -1]), axis=-1)
+        return jnp.argmax(network.logits(x[:, -1]), axis=-1)
 
 
 def _through(

@@ -54,6 +54,7 @@ from models.compilation import cache_folder, enable_persistent_cache
 from models.config import ModelConfig, parse_config
 from models.freed_memory import keep_freed_memory
 from models.images import ImageProcessor
+from models.layers import RMSNorm
 from models.moe import MoeBlock
 from models.network import Network, VisualTokens
 from models.switches import Switches
@@ -186,9 +187,9 @@ def _visual_tokens(index: Array, features: Array) -> VisualTokens:
     return VisualTokens(index >= 0, flat[0], flat[1:])
 
 
-def balance_loss(block: MoeBlock, tokens: Array) -> Array:
+def balance_loss(block: MoeBlock, tokens: Array, norm: RMSNorm) -> Array:
     """The load-balancing loss of Switch Transformers (Fedus et al. 2021): 1 where experts are used evenly."""
-    probabilities = block.probabilities(tokens)
+    probabilities = jax.nn.softmax(block.gate(tokens, norm))
     _, experts = jax.lax.top_k(probabilities, block.config.top_k)
     used = jnp.mean(jax.nn.one_hot(experts, block.config.experts), axis=(0, 1))
     return block.config.experts * jnp.sum(used * jnp.mean(probabilities, axis=0))
@@ -241,9 +242,9 @@ class _RoutedTokens:
             if isinstance(layer.mlp, MoeBlock):
                 layer.mlp.route = partial(self._route, layer.mlp, layer.mlp.route)
 
-    def _route(self, block: MoeBlock, route: Any, tokens: Array) -> tuple[Array, Array]:
-        self.losses.append(balance_loss(block, tokens))
-        return route(tokens)
+    def _route(self, block: MoeBlock, route: Any, tokens: Array, norm: RMSNorm) -> tuple[Array, Array]:
+        self.losses.append(balance_loss(block, tokens, norm))
+        return route(tokens, norm)
 
 
 def loss_of(parameters: nnx.State, graph: nnx.GraphDef, batch: Batch, words: Words) -> tuple[Array, Array]:

@@ -36,7 +36,7 @@ from models.kernels import ops
 from models.kernels.loader import active_variant
 from models.network import Network, VisualTokens
 from models.positions import Grid
-from models.sampling import Sampled, SamplingParams, SamplingState, everything, sample, seated, start_sampling
+from models.sampling import Sampled, SamplingParams, SamplingState, everything, seated, start_sampling
 from models.switches import Switches
 from models.vision import patch_layout
 
@@ -164,7 +164,7 @@ class Inference:
         self._prefill = CompiledStep(self._prefill_chunk, donate=(1,))
         self._score = CompiledStep(self._score_chunk, donate=(1,))
         self._decode = CompiledStep(self._decode_rows, donate=(1, 2))
-        self._sample = CompiledStep(sample, donate=(1,))
+        self._sample = CompiledStep(ops.sample, donate=(1,))
         self._seat = CompiledStep(seated, donate=(0,))
         self._allocate = CompiledStep(self._new_layers, static=(0, 1))
         self._copy = CompiledStep(copy_prefix, donate=(0,))
@@ -224,7 +224,7 @@ class Inference:
         token, slots, held, position = rows
         positions = jnp.broadcast_to(position[None, :, None], (3, *token.shape, 1))
         hidden, cache = network(token[:, None], positions, KVCache(layers, slots, held), None)
-        sampled, state = sample(network.logits(hidden[:, 0]), state, slots, allowed)
+        sampled, state = ops.sample(network.logits(hidden[:, 0]), state, slots, allowed)
         return sampled, cache.layers, state
 
     # The steps as callers see them.
@@ -313,7 +313,7 @@ class Inference:
         self, logits: Array, state: SamplingState, slot: int, allowed: np.ndarray | None = None
     ) -> tuple[Sampled, SamplingState]:
         """Chooses the first token of the sequence in a slot, from the logits `[1, vocab]` that prefill left. `allowed`
-        uint32 `[1, words]` are its constraint (`models.sampling.sample`), if it has one."""
+        uint32 `[1, words]` are its constraint (`models.kernels.ops.sample`), if it has one."""
         constraint = self._everything(1) if allowed is None else allowed
         return self._sample(len(state.step), logits, state, np.array([slot], np.int32), constraint)
 

@@ -110,7 +110,7 @@ def project(
 
 
 class Embedding(StoredMatrix, nnx.Module):
-    """A table of rows `[rows, hidden]`, read by index."""
+    """A table of rows `[rows, hidden]`, read by index; with tied embeddings the head's matrix too."""
 
     def __init__(self, rows: int, hidden: int) -> None:
         self._keep(rows, hidden)
@@ -119,10 +119,6 @@ class Embedding(StoredMatrix, nnx.Module):
         if self.scale is None:
             return self.weight[...][index].astype(jnp.float32)
         return ops.table_rows(self.stored(), index)[..., : self.size[1]]
-
-    def attend(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch rows"]:
-        """The product with every row: the head of a model with tied embeddings."""
-        return products(x, self)[0]
 
 
 class RMSNorm(nnx.Module):

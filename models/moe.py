@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -11,7 +9,6 @@ from models.config import MoeConfig
 from models.kernels import ops, reference
 from models.layers import DECODE_ROWS, Linear, RMSNorm, quantised_room, stored_weight, unfilled
 from models.quantisation import Format
-from models.row_sums import row_sums
 
 
 class Experts(nnx.Module):
@@ -40,16 +37,17 @@ class Experts(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "tokens hidden"],
+        norm: RMSNorm,
         experts: Int[Array, "tokens top_k"],
         shares: Float[Array, "tokens top_k"],
     ) -> Float[Array, "tokens hidden"]:
-        """Each token's experts, mixed by their shares."""
+        """Each token's experts on the normed token, mixed by their shares."""
         # For many tokens and float weights XLA's matrix products with every expert are faster than the kernel.
         many_floats = x.shape[0] > DECODE_ROWS and not self.row_by_row
         mix = reference.experts if many_floats else ops.experts
         gate_up = stored_weight(self.gate_up_proj, self.gate_up_proj_scale)
         down = stored_weight(self.down_proj, self.down_proj_scale)
-        return mix(x, experts, shares, gate_up, down, self.intermediate)
+        return mix(x, norm.parameters(), experts, shares, gate_up, down, self.intermediate)
 
 
 class Router(Linear):
@@ -58,8 +56,9 @@ class Router(Linear):
 
     row_by_row = True
 
-    def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens experts"]:
-        return ops.matmul(x, ops.no_norm(), [self.stored()], [self.size[0]])[0]
+    def __call__(self, x: Float[Array, "tokens hidden"], norm: RMSNorm) -> Float[Array, "tokens experts"]:
+        """Float32 logits."""
+        return ops.matmul(x, norm.parameters(), [self.stored()], [self.size[0]])[0]
 
 
 class MoeBlock(nnx.Module):
@@ -71,23 +70,13 @@ class MoeBlock(nnx.Module):
         self.config = config
 
     def __call__(self, x: Float[Array, "batch length hidden"], norm: RMSNorm) -> Float[Array, "batch length hidden"]:
-        tokens = norm(x).reshape(-1, x.shape[-1])
-        shares, experts = self.route(tokens)
-        return self.experts(tokens, experts, shares).reshape(x.shape)
+        tokens = x.reshape(-1, x.shape[-1])
+        shares, experts = self.route(tokens, norm)
+        return self.experts(tokens, norm, experts, shares).reshape(x.shape)
 
     def route(
-        self, tokens: Float[Array, "tokens hidden"]
+        self, tokens: Float[Array, "tokens hidden"], norm: RMSNorm
     ) -> tuple[Float[Array, "tokens top_k"], Int[Array, "tokens top_k"]]:
         """Each token's shares and experts, best first. Softmax runs over all experts before the choice; the chosen
         shares are renormalised only if the configuration says so."""
-        probabilities = self.probabilities(tokens)
-        shares, experts = jax.lax.top_k(probabilities, self.config.top_k)
-        if self.config.normalise:
-            shares = shares / row_sums(shares)[..., None]
-        return shares, experts
-
-    def probabilities(self, tokens: Float[Array, "tokens hidden"]) -> Float[Array, "tokens experts"]:
-        """The router's float32 distribution over all experts."""
-        logits = self.gate(tokens)
-        likelihoods = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
-        return likelihoods / row_sums(likelihoods)[..., None]
+        return ops.choose_experts(self.gate(tokens, norm), self.config.top_k, self.config.normalise)

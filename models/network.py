@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from models.attention import Attention
 from models.cache import KVCache
 from models.config import ModelConfig, TextConfig
-from models.layers import Embedding, GatedMLP, Linear, RMSNorm, StoredMatrix
+from models.layers import Embedding, GatedMLP, Linear, RMSNorm, StoredMatrix, products
 from models.moe import Experts, MoeBlock
 from models.rope import RotaryTable, Rotation
 from models.switches import Switches
@@ -71,7 +71,8 @@ class Network(nnx.Module):
         cache: KVCache | None,
         visual: VisualTokens | None,
     ) -> tuple[Float[Array, "batch length hidden"], KVCache | None]:
-        """Final hidden states, float32, and the cache with the new tokens stored, though not yet counted."""
+        """Hidden states after the last layer, not normed, float32, and the cache with the new tokens stored, though not
+        yet counted."""
         x = self.embed_tokens(token_ids)
         if visual is not None:
             x = jnp.where(visual.mask[..., None], visual.embeddings, x)
@@ -80,7 +81,7 @@ class Network(nnx.Module):
             x, cache = layer(x, rotation, cache)
             if visual is not None and self.deepstack and index < visual.deepstack.shape[0]:
                 x = jnp.where(visual.mask[..., None], x + visual.deepstack[index], x)
-        return self.norm(x), cache
+        return x, cache
 
     @property
     def row_by_row(self) -> bool:
@@ -89,5 +90,6 @@ class Network(nnx.Module):
         return all(part.row_by_row for part in parts if isinstance(part, StoredMatrix | Experts))
 
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
-        """Float32 logits of final hidden states."""
-        return self.embed_tokens.attend(hidden) if self.lm_head is None else self.lm_head(hidden)
+        """Float32 logits of hidden states after the last layer, which are normed first."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return products(hidden, head, norm=self.norm)[0]

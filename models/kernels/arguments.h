@@ -20,6 +20,30 @@ inline std::string shown(ffi::AnyBuffer::Dimensions dimensions) {
   return text + "]";
 }
 
+// What XLA and JAX call a type of numbers.
+template <typename T>
+struct Type;
+template <>
+struct Type<float> {
+  static constexpr ffi::DataType code = ffi::F32;
+  static constexpr const char* name = "float32";
+};
+template <>
+struct Type<int32_t> {
+  static constexpr ffi::DataType code = ffi::S32;
+  static constexpr const char* name = "int32";
+};
+template <>
+struct Type<uint32_t> {
+  static constexpr ffi::DataType code = ffi::U32;
+  static constexpr const char* name = "uint32";
+};
+template <>
+struct Type<bool> {
+  static constexpr ffi::DataType code = ffi::PRED;
+  static constexpr const char* name = "bool";
+};
+
 struct Check {
   std::string fault;
 
@@ -38,13 +62,16 @@ struct Check {
   }
 
   // The numbers of an argument; a fault if they are of another type, or not where such numbers can be read.
-  const float* floats(const char* name, const ffi::AnyBuffer& buffer) {
-    return numbers<float>(name, buffer, ffi::F32, "float32");
+  template <typename T>
+  T* numbers(const char* name, const ffi::AnyBuffer& buffer) {
+    that(buffer.element_type() == Type<T>::code, std::string(name) + " should be " + Type<T>::name);
+    aligned(name, buffer, alignof(T));
+    return static_cast<T*>(buffer.untyped_data());
   }
 
-  const int32_t* integers(const char* name, const ffi::AnyBuffer& buffer) {
-    return numbers<int32_t>(name, buffer, ffi::S32, "int32");
-  }
+  const float* floats(const char* name, const ffi::AnyBuffer& buffer) { return numbers<float>(name, buffer); }
+
+  const int32_t* integers(const char* name, const ffi::AnyBuffer& buffer) { return numbers<int32_t>(name, buffer); }
 
   void that(bool holds, const std::string& otherwise) {
     if (fault.empty() && !holds) fault = otherwise;
@@ -52,14 +79,6 @@ struct Check {
 
   bool failed() const { return !fault.empty(); }
   ffi::Error error() const { return ffi::Error::InvalidArgument(fault); }
-
- private:
-  template <typename T>
-  const T* numbers(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, const char* type_name) {
-    that(buffer.element_type() == type, std::string(name) + " should be " + type_name);
-    aligned(name, buffer, alignof(T));
-    return static_cast<const T*>(buffer.untyped_data());
-  }
 };
 
 // A weight [outputs, inputs], or `matrices` of them (experts). Quantised ones are stored in blocks of eight rows, float ones

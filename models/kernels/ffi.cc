@@ -7,6 +7,8 @@
 
 #include "attention.h"
 #include "products.h"
+#include "routing.h"
+#include "sampling.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -78,7 +80,7 @@ const Variant& variant() { return *chosen.load(std::memory_order_relaxed); }
 #define KESTREL_EXPORT extern "C" __attribute__((visibility("default")))
 
 // The version of this interface; models/kernels/loader.py refuses another.
-KESTREL_EXPORT int kestrel_version() { return 3; }
+KESTREL_EXPORT int kestrel_version() { return 4; }
 
 // The names of the variants this CPU can run, best first, separated by spaces.
 KESTREL_EXPORT const char* kestrel_variants() {
@@ -133,9 +135,18 @@ KESTREL_HANDLER(kestrel_gated_mlp, kestrel::gated_mlp,
                     .Attr<float>("eps"))
 
 KESTREL_HANDLER(kestrel_experts, kestrel::experts,
-                kestrel::arrays<7>(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>())
+                kestrel::arrays<8>(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>())
                     .Ret<ffi::Buffer<ffi::F32>>()
-                    .Attr<int64_t>("intermediate"))
+                    .Attr<int64_t>("intermediate")
+                    .Attr<float>("eps"))
+
+KESTREL_HANDLER(kestrel_choose_experts, kestrel::choose_experts,
+                ffi::Ffi::Bind()
+                    .Ctx<ffi::ThreadPool>()
+                    .Arg<ffi::AnyBuffer>()
+                    .Ret<ffi::AnyBuffer>()
+                    .Ret<ffi::AnyBuffer>()
+                    .Attr<bool>("normalise"))
 
 KESTREL_HANDLER(kestrel_attention, kestrel::attention,
                 kestrel::arrays<9>(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>())
@@ -146,3 +157,6 @@ KESTREL_HANDLER(kestrel_attention, kestrel::attention,
                     .Attr<float>("eps"))
 
 KESTREL_HANDLER(kestrel_unwritten, kestrel::unwritten, ffi::Ffi::Bind().RemainingArgs().RemainingRets())
+
+KESTREL_HANDLER(kestrel_sample, kestrel::sample,
+                ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attr<int64_t>("top"))

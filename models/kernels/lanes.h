@@ -109,4 +109,26 @@ inline Lanes exp_of(Lanes v) {
   return v < all(-87.0f) ? all(0.0f) : power;
 }
 
+// ln v for normal v > 0, within 2 units in the last place. The polynomial is that of Cephes' logf (Moshier).
+inline Lanes log_of(Lanes v) {
+  const WordLanes bits = (WordLanes)v;
+  Lanes m = (Lanes)((bits & 0x007fffff) | 0x3f000000);  // in [0.5, 1)
+  Lanes e = __builtin_convertvector((IntLanes)(bits >> 23) - 126, Lanes);
+  const IntLanes low = m < all(0.707106781186547524f);
+  e = low ? e - all(1.0f) : e;
+  m = (low ? m + m : m) - all(1.0f);
+  const Lanes z = m * m;
+  Lanes p = all(7.0376836292e-2f);
+  p = fma(p, m, all(-1.1514610310e-1f));
+  p = fma(p, m, all(1.1676998740e-1f));
+  p = fma(p, m, all(-1.2420140846e-1f));
+  p = fma(p, m, all(1.4249322787e-1f));
+  p = fma(p, m, all(-1.6668057665e-1f));
+  p = fma(p, m, all(2.0000714765e-1f));
+  p = fma(p, m, all(-2.4999993993e-1f));
+  p = fma(p, m, all(3.3333331174e-1f));
+  p = fma(p * m, z, e * all(-2.12194440e-4f));
+  return fma(e, all(0.693359375f), m + fma(z, all(-0.5f), p));
+}
+
 }  // namespace

@@ -18,8 +18,16 @@ import jax
 from models.errors import KernelError
 from models.kernels.build import build
 
-TARGETS = ("kestrel_matmul", "kestrel_gated_mlp", "kestrel_experts", "kestrel_attention", "kestrel_unwritten")
-VERSION = 3
+TARGETS = (
+    "kestrel_matmul",
+    "kestrel_gated_mlp",
+    "kestrel_choose_experts",
+    "kestrel_experts",
+    "kestrel_attention",
+    "kestrel_unwritten",
+    "kestrel_sample",
+)
+VERSION = 4
 CHOICE = "KESTREL_KERNELS"
 
 

@@ -6,6 +6,7 @@ bfloat16 `[outputs, inputs]` with an empty scale.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,13 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt
 
 from models.cache import LayerCache
-from models.kernels import reference
+from models.kernels import reference, reference_sampling
 from models.kernels.loader import active_variant
 from models.kernels.reference import Norm, Weight
 from models.rope import Rotation
+from models.sampling import MAX_TOP_LOGPROBS, Sampled, SamplingState
 
 
 def no_scale() -> Array:
@@ -84,25 +86,45 @@ def table_rows(weight: Weight, index: Int[Array, "*batch"]) -> Float[Array, "*ba
     return jnp.take_along_axis(rows, row, axis=-3).reshape(*index.shape, -1)
 
 
+def choose_experts(
+    logits: Float[Array, "tokens experts"], top_k: int, normalise: bool
+) -> tuple[Float[Array, "tokens top_k"], Int[Array, "tokens top_k"]]:
+    """The likeliest experts of every token by the router's logits: their shares and ids, the best first, ties by lower
+    id. Shares are probabilities over all experts; if `normalise`, those of the chosen ones add up to 1."""
+    shape = (logits.shape[0], top_k)
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32)]
+
+    def call(logits: Array) -> tuple[Array, Array]:
+        return tuple(jax.ffi.ffi_call("kestrel_choose_experts", results)(logits, normalise=np.bool_(normalise)))
+
+    def plain(logits: Array) -> tuple[Array, Array]:
+        return reference.choose_experts(logits, top_k, normalise)
+
+    return _compiled(call, plain, logits)
+
+
 def experts(
     x: Float[Array, "tokens hidden"],
+    norm: Norm,
     ids: Int[Array, "tokens top_k"],
     shares: Float[Array, "tokens top_k"],
     gate_up: Weight,
     down: Weight,
     intermediate: int,
 ) -> Float[Array, "tokens hidden"]:
-    """Per token the sum over its experts of `share * down(silu(gate(x)) * up(x))`.
+    """Per token the sum over its experts of `share * down(silu(gate(norm(x))) * up(norm(x)))`.
 
     Weights are stacked, `[experts, ...]`, gate before up. Only the chosen experts are read, each once for all its
     tokens; a token's result does not depend on the others.
     """
+    norm_weight, eps = norm
     call = jax.ffi.ffi_call("kestrel_experts", jax.ShapeDtypeStruct(x.shape, jnp.float32))
 
-    def plain(x: Array, ids: Array, shares: Array, *arrays: Array) -> Array:
-        return reference.experts(x, ids, shares, arrays[:2], arrays[2:], intermediate)
+    def plain(x: Array, norm_weight: Array, ids: Array, shares: Array, *arrays: Array) -> Array:
+        return reference.experts(x, (norm_weight, eps), ids, shares, arrays[:2], arrays[2:], intermediate)
 
-    return _compiled(partial(call, intermediate=np.int64(intermediate)), plain, x, ids, shares, *gate_up, *down)
+    call = partial(call, intermediate=np.int64(intermediate), eps=np.float32(eps))
+    return _compiled(call, plain, x, norm_weight, ids, shares, *gate_up, *down)
 
 
 def cached_attention(
@@ -142,6 +164,41 @@ def cached_attention(
 
     mixed, *cached = _compiled(call, plain, *given, *cached)
     return mixed, jax.tree.unflatten(structure, cached)
+
+
+def sample(
+    logits: Float[Array, "batch vocab"],
+    state: SamplingState,
+    slots: Int[Array, " batch"],
+    allowed: UInt[Array, "batch words"],
+) -> tuple[Sampled, SamplingState]:
+    """Chooses the next token of every row as its slot's sequence does, and counts it there: in place, where the state
+    was donated. A row whose slot is negative belongs to none, and gives zeros. Of rows that share a slot, none sees
+    what the others choose.
+
+    `allowed` has a bit for every token that a row's constraint lets through: token `i` in bit `i % 32` of word
+    `i // 32`. Draws use the Gumbel-max trick, with noise from the slot's key, its step and the token.
+    """
+    if active_variant() is None:
+        return reference_sampling.sample(logits, state, slots, allowed)
+    batch, vocab = logits.shape
+    top = min(MAX_TOP_LOGPROBS, vocab)
+    shapes = Sampled(
+        token=jax.ShapeDtypeStruct((batch,), jnp.int32),
+        logprob=jax.ShapeDtypeStruct((batch,), jnp.float32),
+        margin=jax.ShapeDtypeStruct((batch,), jnp.float32),
+        top_tokens=jax.ShapeDtypeStruct((batch, top), jnp.int32),
+        top_logprobs=jax.ShapeDtypeStruct((batch, top), jnp.float32),
+    )
+    told, structure = jax.tree.flatten(shapes)
+    fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    changed = ("counts", "step")
+    results = told + [jax.ShapeDtypeStruct(fields[name].shape, fields[name].dtype) for name in changed]
+    given = (logits, slots, allowed)
+    in_place = {len(given) + list(fields).index(name): len(told) + index for index, name in enumerate(changed)}
+    call = jax.ffi.ffi_call("kestrel_sample", results, input_output_aliases=in_place)
+    *told, counts, step = call(*given, *fields.values(), top=np.int64(top))
+    return jax.tree.unflatten(structure, told), dataclasses.replace(state, counts=counts, step=step)
 
 
 def unwritten(*arrays: jax.ShapeDtypeStruct) -> list[Array]:

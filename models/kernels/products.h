@@ -154,12 +154,12 @@ inline ffi::Error gated_mlp(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
   return ffi::Error::Success();
 }
 
-// Mixture of experts: for every token the sum over its experts of share * down(silu(gate(x)) * up(x))
+// Mixture of experts: for every token the sum over its experts of share * down(silu(gate(x)) * up(x)), x normed first
 
-inline ffi::Error experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer ids, ffi::AnyBuffer shares,
-                          ffi::AnyBuffer gate_up, ffi::AnyBuffer gate_up_scale,
+inline ffi::Error experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer norm, ffi::AnyBuffer ids,
+                          ffi::AnyBuffer shares, ffi::AnyBuffer gate_up, ffi::AnyBuffer gate_up_scale,
                           ffi::AnyBuffer down, ffi::AnyBuffer down_scale, ffi::Result<ffi::Buffer<ffi::F32>> y,
-                          int64_t intermediate) {
+                          int64_t intermediate, float eps) {
   Check check;
   const float* floats = read_rows(check, x);
   const int32_t* wanted = check.integers("ids", ids);
@@ -171,6 +171,7 @@ inline ffi::Error experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer
   check.shape("ids", ids, {tokens, top_k});
   check.shape("shares", shares, {tokens, top_k});
   check.shape("y", *y, {tokens, hidden});
+  const Norm own_norm = read_norm(check, "norm", norm, eps, hidden);
   const Weight widen = read_weight(check, "gate_up", gate_up, gate_up_scale, true, hidden, 2 * intermediate);
   const Weight narrow = read_weight(check, "down", down, down_scale, true, intermediate, hidden);
   check.that(widen.matrices == narrow.matrices, "gate_up and down have different numbers of experts");
@@ -196,7 +197,7 @@ inline ffi::Error experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer
   float* wide = scratch.take<float>(pairs * 2 * intermediate);
   float* gated = scratch.take<float>(pairs * intermediate);
   float* outputs = scratch.take<float>(pairs * hidden);
-  const Activations inputs(tokens, hidden, floats, Norm{}, widen.quantised());
+  const Activations inputs(tokens, hidden, floats, own_norm, widen.quantised());
   const Activations middle(pairs, intermediate, gated, Norm{}, narrow.quantised());
 
   const auto multiply_used = [&](const Weight& weight, const auto& row_of, float* results) {

@@ -88,17 +88,27 @@ def gated_mlp(
     return matmul(gated, *down, x.shape[-1])
 
 
+def choose_experts(
+    logits: Float[Array, "tokens experts"], top_k: int, normalise: bool
+) -> tuple[Float[Array, "tokens top_k"], Int[Array, "tokens top_k"]]:
+    """Shares and ids of the likeliest experts: softmax over all of them comes before the choice."""
+    shares, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), top_k)
+    return shares / jnp.sum(shares, axis=-1, keepdims=True) if normalise else shares, ids
+
+
 def experts(
     x: Float[Array, "tokens hidden"],
+    norm: Norm,
     ids: Int[Array, "tokens top_k"],
     shares: Float[Array, "tokens top_k"],
     gate_up: Weight,
     down: Weight,
     intermediate: int,
 ) -> Float[Array, "tokens hidden"]:
-    """The mixture of the chosen experts. Every expert runs on every token, with a share of 0 where it was not
-    chosen."""
+    """The mixture of the chosen experts, on normed tokens. Every expert runs on every token, with a share of 0 where
+    it was not chosen."""
     tokens, hidden = x.shape
+    x = rms_norm(x, norm)
     count = gate_up[0].shape[0]
     rows = jnp.arange(tokens, dtype=jnp.int32)[:, None]
     by_expert = jnp.zeros((tokens, count), x.dtype).at[rows, ids].add(shares)

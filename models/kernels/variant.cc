@@ -12,7 +12,12 @@ using kestrel::Format;
 using kestrel::kBlock;
 using kestrel::kGroup;
 using kestrel::kSpan;
+using kestrel::kStretch;
+using kestrel::Largest;
+using kestrel::Noise;
+using kestrel::Penalties;
 using kestrel::Row;
+using kestrel::Scale;
 using kestrel::Span;
 
 // Quantising activations
@@ -583,6 +588,151 @@ void attend(CacheType type, const Span& span) {
   attend_typed<int8_t>(span);
 }
 
+// Sampling. `larger(v, most)` keeps `most` where v is not a number.
+
+constexpr float kNothing = -__builtin_inff();
+
+// The logits from `start` on, minus infinity behind the last.
+inline Lanes load_some(const float* logits, int64_t start, int64_t count) {
+  if (start + kLanes <= count) return load(logits + start);
+  Lanes lanes = all(kNothing);
+  for (int64_t k = 0; start + k < count; ++k) lanes[k] = logits[start + k];
+  return lanes;
+}
+
+constexpr WordLanes kFirstPlaces = {0, 1, 2, 3, 4, 5, 6, 7};
+
+// The lane of the largest value; of equal ones, that of the first place.
+inline int first_of_largest(Lanes values, WordLanes places) {
+  int best = 0;
+  for (int lane = 1; lane < kLanes; ++lane)
+    if (values[lane] > values[best] || (values[lane] == values[best] && places[lane] < places[best])) best = lane;
+  return best;
+}
+
+Largest find_largest(const float* logits, int64_t count) {
+  Lanes most = all(kNothing), next = all(kNothing);
+  WordLanes places = kFirstPlaces;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Lanes v = load_some(logits, i, count);
+    const IntLanes better = v > most;
+    next = larger(better ? most : v, next);
+    places = better ? kFirstPlaces + (uint32_t)i : places;
+    most = better ? v : most;
+  }
+  const int best = first_of_largest(most, places);
+  if (!(most[best] > kNothing)) return {kNothing, 0, kNothing};
+  const float found = most[best];
+  most[best] = next[best];
+  return {found, (int64_t)places[best], largest(larger(most, next))};
+}
+
+void stretch_largest(const float* logits, int64_t count, float* out) {
+  for (int64_t start = 0; start < count; start += kStretch) {
+    Lanes most = all(kNothing);
+    for (int64_t i = start; i < start + kStretch && i < count; i += kLanes)
+      most = larger(load_some(logits, i, count), most);
+    *out++ = largest(most);
+  }
+}
+
+inline Lanes scaled(Lanes logits, const Scale& scale) { return (logits - all(scale.largest)) / all(scale.temperature); }
+
+double weigh(const float* logits, int64_t count, const Scale& scale, float* weights) {
+  constexpr int64_t kAtOnce = 4096;  // added up in float32
+  double total = 0.0;
+  for (int64_t start = 0; start < count; start += kAtOnce) {
+    const int64_t end = start + kAtOnce < count ? start + kAtOnce : count;
+    Lanes totals = all(0.0f);
+    for (int64_t i = start; i < end; i += kLanes) {
+      const Lanes powers = exp_of(scaled(load_some(logits, i, count), scale));
+      totals += powers;
+      if (weights == nullptr) continue;
+      for (int64_t k = 0; k < kLanes && i + k < end; ++k) weights[i + k] = powers[k];
+    }
+    total += sum(totals);
+  }
+  return total;
+}
+
+// Numbers from `i` on, zeros behind the last.
+template <typename Vector, typename T>
+inline Vector some(const T* from, int64_t i, int64_t count) {
+  Vector lanes = {};
+  if (i + kLanes <= count) {
+    memcpy(&lanes, from + i, sizeof lanes);
+  } else {
+    memcpy(&lanes, from + i, (count - i) * sizeof(T));
+  }
+  return lanes;
+}
+
+void penalise(const float* logits, int64_t count, const Penalties& penalties, float* out) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const IntLanes times = some<IntLanes>(penalties.counts, i, count);
+    const IntLanes answered = times > 0;
+    const IntLanes seen = __builtin_convertvector(some<ByteLanes>(penalties.in_prompt, i, count), IntLanes) | answered;
+    const Lanes repetition = seen ? all(penalties.repetition) : all(1.0f);
+    Lanes v = some<Lanes>(logits, i, count);
+    v = v > all(0.0f) ? v / repetition : v * repetition;
+    v -= all(penalties.frequency) * __builtin_convertvector(times, Lanes);
+    v -= answered ? all(penalties.presence) : all(0.0f);
+    v += some<Lanes>(penalties.bias, i, count);
+    if (i + kLanes <= count) {
+      store(out + i, v);
+    } else {
+      memcpy(out + i, &v, (count - i) * sizeof(float));
+    }
+  }
+}
+
+void forbid(const uint32_t* allowed, int64_t count, float* logits) {
+  for (int64_t start = 0; start < count; start += 32, ++allowed) {
+    if (*allowed == 0xffffffffu) continue;
+    const int64_t end = start + 32 < count ? start + 32 : count;
+    for (int64_t i = start; i < end; ++i) logits[i] = *allowed >> (i - start) & 1 ? logits[i] : kNothing;
+  }
+}
+
+// The first word that threefry2x32 makes of (step, token) in 20 rounds (Salmon et al. 2011).
+inline WordLanes threefry(const Noise& noise, WordLanes tokens) {
+  const uint32_t keys[3] = {noise.key[0], noise.key[1], noise.key[0] ^ noise.key[1] ^ 0x1bd11bdau};
+  constexpr int kTurns[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
+  WordLanes x = WordLanes{} + (noise.step + keys[0]), y = tokens + keys[1];
+  for (uint32_t part = 0; part < 5; ++part) {
+    for (int turn : kTurns[part % 2]) {
+      x += y;
+      y = (y << turn | y >> (32 - turn)) ^ x;
+    }
+    x += keys[(part + 1) % 3];
+    y += keys[(part + 2) % 3] + (part + 1);
+  }
+  return x;
+}
+
+// Standard Gumbel noise from 23 random bits and a half, as many as float32 holds without rounding up to 1.
+inline Lanes gumbel(WordLanes bits) {
+  const Lanes uniform = (__builtin_convertvector((IntLanes)(bits >> 9), Lanes) + all(0.5f)) * all(0x1p-23f);
+  return -log_of(-log_of(uniform));
+}
+
+int64_t draw(const float* logits, const int32_t* tokens, int64_t count, const Scale& scale, const Noise& noise) {
+  Lanes most = all(kNothing);
+  WordLanes places = kFirstPlaces;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const WordLanes own = kFirstPlaces + (uint32_t)i;
+    WordLanes given = own;
+    if (tokens != nullptr)
+      for (int64_t k = 0; k < kLanes; ++k) given[k] = (uint32_t)(i + k < count ? tokens[i + k] : 0);
+    const Lanes sums = scaled(load_some(logits, i, count), scale) + gumbel(threefry(noise, given));
+    const IntLanes better = sums > most;
+    places = better ? own : places;
+    most = better ? sums : most;
+  }
+  const int best = first_of_largest(most, places);
+  return most[best] > kNothing ? (int64_t)places[best] : 0;
+}
+
 }  // namespace
 
 #define KESTREL_NAME_(name) #name
@@ -600,6 +750,12 @@ const Variant KESTREL_JOIN(variant_, KESTREL_VARIANT) = {KESTREL_NAME(KESTREL_VA
                                                                   turn,
                                                                   keep,
                                                                   multiply,
-                                                                  attend};
+                                                                  attend,
+                                                                  find_largest,
+                                                                  stretch_largest,
+                                                                  weigh,
+                                                                  penalise,
+                                                                  forbid,
+                                                                  draw};
 
 }  // namespace kestrel

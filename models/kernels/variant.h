@@ -11,6 +11,7 @@ constexpr int64_t kGroup = 32;   // inputs that share a scale
 constexpr int64_t kBlock = 8;    // output rows stored together
 constexpr int64_t kTile = 4;     // activation rows that read a block of weights at once
 constexpr int64_t kSpan = 256;   // cached positions whose attention is computed in one piece
+constexpr int64_t kStretch = 64; // tokens of the vocabulary whose largest logit is looked for together
 
 enum class Format { kQ4, kQ8, kFloat32, kBFloat16 };
 enum class CacheType { kFloat32, kBFloat16, kInt8 };
@@ -41,6 +42,34 @@ struct Span {
   float* mixed;    // [queries, head_dim]: the sum of e^(score - largest) * value
 };
 
+// Of some logits the largest, the first place that has it, and the largest of all others. What is not a number does not
+// count; without any number, the largest is minus infinity, at place 0.
+struct Largest {
+  float value;
+  int64_t first;
+  float second;
+};
+
+// How logits become weights: e^((logit - largest) / temperature).
+struct Scale {
+  float largest;
+  float temperature;
+};
+
+// Penalties of a row and what they go by, [vocab] each.
+struct Penalties {
+  float repetition, presence, frequency;
+  const float* bias;
+  const bool* in_prompt;
+  const int32_t* counts;
+};
+
+// Where a row's noise comes from: the key of its threefry generator, and the number of its draw.
+struct Noise {
+  uint32_t key[2];
+  uint32_t step;
+};
+
 struct Variant {
   const char* name;
 
@@ -69,6 +98,23 @@ struct Variant {
 
   // Attention of a span's queries to its positions, in the order of the positions.
   void (*attend)(CacheType type, const Span& span);
+
+  Largest (*find_largest)(const float* logits, int64_t count);
+
+  // out[i] = the largest of logits [i * kStretch, (i + 1) * kStretch)
+  void (*stretch_largest)(const float* logits, int64_t count, float* out);
+
+  // The weights of logits, unless `weights` is null, and their sum.
+  double (*weigh)(const float* logits, int64_t count, const Scale& scale, float* weights);
+
+  void (*penalise)(const float* logits, int64_t count, const Penalties& penalties, float* out);
+
+  // Makes the logits of tokens that a constraint forbids minus infinity: token i has bit i % 32 of word i / 32.
+  void (*forbid)(const uint32_t* allowed, int64_t count, float* logits);
+
+  // A draw in proportion to the logits' weights, by the Gumbel-max trick: the place of the largest sum of scaled logit and
+  // noise. `tokens` are those of the logits, or null if they are the whole vocabulary; a token's noise is the same in both.
+  int64_t (*draw)(const float* logits, const int32_t* tokens, int64_t count, const Scale& scale, const Noise& noise);
 };
 
 // The variant in use.

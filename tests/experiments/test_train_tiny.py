@@ -43,8 +43,8 @@ from experiments.train_tiny import (
 )
 from models.compilation import enable_persistent_cache
 from models.config import parse_config
-from models.layers import Linear
-from models.moe import MoeBlock
+from models.layers import RMSNorm
+from models.moe import MoeBlock, Router
 from tests.experiments.conftest import TaughtLittle, smaller
 
 ONE_STEP = Budget(minutes=1e-3, logged_steps=1, evaluate_every=0, checked=1, reported=1)
@@ -84,14 +84,16 @@ def test_balance_loss_is_one_for_even_use_and_more_otherwise(tiny_tokenizer: Tok
     config = parse_config(full_config(TINY_MODELS["tiny-moe"], tiny_tokenizer)).text
     block = MoeBlock(config.moe, config.hidden)
     tokens = jnp.asarray(np.random.default_rng(0).standard_normal((512, config.hidden)), jnp.float32)
-    even = Linear(config.hidden, config.moe.experts)
+    even = Router(config.hidden, config.moe.experts)
     even.weight.set_value(jnp.asarray(np.random.default_rng(1).standard_normal(even.weight.shape) * 0.05, jnp.float32))
     block.gate = even
-    assert float(balance_loss(block, tokens)) == pytest.approx(1.0, abs=0.05)
+    norm = RMSNorm(config.hidden, config.norm_eps)
+    norm.weight.set_value(jnp.ones(config.hidden))
+    assert float(balance_loss(block, tokens, norm)) == pytest.approx(1.0, abs=0.05)
     crowded = even.weight[...].at[0].set(0.0)
     one_sided = jnp.abs(tokens)
     even.weight.set_value(crowded.at[0].add(1.0))
-    assert float(balance_loss(block, one_sided)) > 1.5
+    assert float(balance_loss(block, one_sided, norm)) > 1.5
 
 
 DIRECTIONS = [READ_OUT * np.eye(20, dtype=np.float32)[start:end] for start, end in ((0, 4), (4, 11), (11, 20))]

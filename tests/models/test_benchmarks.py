@@ -11,8 +11,9 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 import models
 from models import LoadedModel, SamplingParams
+from models.kernels.ops import sample
 from models.qwen_vocabulary import QWEN_VOCABULARY, qwen_tokenizer
-from models.sampling import everything, sample, start_sampling
+from models.sampling import everything, start_sampling
 
 PROMPT = 24  # tokens
 STEPS = 30  # timed; all of them fit the smallest cache

@@ -57,7 +57,7 @@ def test_few_and_many_tokens_match_the_definition(normalise, tokens):
 def test_ties_go_to_the_lower_expert():
     moe = block(experts=5, top_k=3)
     moe.gate.weight.set_value(jnp.zeros((5, HIDDEN)))
-    shares, experts = moe.route(jnp.ones((1, HIDDEN)))
+    shares, experts = moe.route(jnp.ones((1, HIDDEN)), unit_norm())
     assert experts.tolist() == [[0, 1, 2]]
     np.testing.assert_allclose(shares, 1 / 3, rtol=1e-6)
 
@@ -66,7 +66,7 @@ def test_near_ties_and_negative_logits_are_told_apart():
     """Router logits 1e-3 apart, all around -5: bfloat16 could not order them."""
     moe = block(experts=4, top_k=2)
     moe.gate.weight.set_value(jnp.zeros((4, HIDDEN)).at[:, 0].set(jnp.array([-5.003, -5.0, -5.002, -5.001])))
-    _, experts = moe.route(jnp.ones((1, HIDDEN)))
+    _, experts = moe.route(jnp.ones((1, HIDDEN)), unit_norm())
     assert experts.tolist() == [[1, 3]]
 
 

@@ -1,15 +1,13 @@
 """Sampling inside jit, against plain definitions in numpy."""
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import sampling
 from models.errors import ConfigError
-from models.sampling import MOST_TOP_K, SamplingParams, everything, sample, seated, start_sampling
+from models.kernels.ops import sample
+from models.sampling import SamplingParams, everything, seated, start_sampling
 
 VOCAB = 50
 choose, seat = jax.jit(sample), jax.jit(seated)  # shapes that come up again are compiled once
@@ -232,40 +230,6 @@ def test_a_row_is_sampled_in_a_batch_as_alone_to_the_last_bit(vocab):
         for row, own in zip(range(0, size, 5), alone, strict=False):
             for one, shared in zip(jax.tree.leaves(own), jax.tree.leaves(together), strict=True):
                 np.testing.assert_array_equal(one[0], shared[row])
-
-
-FILTERS = [
-    {"temperature": 1.0},
-    {"temperature": 3.0, "top_p": 0.5},
-    {"top_p": 0.4},
-    {"top_p": 0.999},
-    {"top_k": 3},
-    {"top_k": 9, "top_p": 0.7},
-    {"top_k": 12, "frequency_penalty": 0.4},
-    {"top_k": 40, "min_p": 0.01, "top_p": 0.95},
-    {"min_p": 0.05},
-    {"min_p": 0.3, "top_p": 0.6},
-    {"min_p": 1.0},
-    {"top_k": MOST_TOP_K, "top_p": 0.8},
-    {"top_p": 1e-30},
-]
-
-
-@pytest.mark.parametrize("digits", [9, 0])
-def test_draws_are_the_same_among_few_candidates_and_among_all(monkeypatch, logits, digits):
-    """A row draws alike from the best candidates, from all, and beside rows that do the other; also among ties, and
-    where a constraint leaves few."""
-    rows = [SamplingParams(**{"temperature": 0.9, "seed": seed} | FILTERS[seed % len(FILTERS)]) for seed in range(100)]
-    many = np.repeat(np.round(logits, digits), 100, axis=0)
-    allowed = [[7, 30, 41] if seed % 9 == 0 else None for seed in range(100)]
-    expected, _ = draw(many, *rows, allowed=allowed, steps=20)  # all that there are
-    assert len(np.unique(expected)) > 20
-    for candidates in (1, 5, 20):
-        monkeypatch.setattr(sampling, "CANDIDATES", candidates)
-        anew = jax.jit(lambda *arguments: sample(*arguments))  # JAX knows `sample` already
-        monkeypatch.setattr(sys.modules[__name__], "choose", anew)
-        found, _ = draw(many, *rows, allowed=allowed, steps=20)
-        np.testing.assert_array_equal(found, expected)
 
 
 def test_tiny_values_do_what_small_ones_do():

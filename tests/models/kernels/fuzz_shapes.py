@@ -13,6 +13,7 @@ import numpy as np
 from models.cache import CACHE_TYPES
 from models.kernels import ops
 from models.kernels.loader import active_variant, choose_variant, runnable_variants
+from models.sampling import SamplingParams, everything, start_sampling
 from tests.models.kernels.stored import FORMATS, random_cache, random_rows, random_weight
 
 
@@ -25,7 +26,7 @@ def main(library: str) -> None:
         choose_variant(variant)
         random = np.random.default_rng(0)
         for _ in range(25):
-            for call in (call_matmul, call_gated_mlp, call_experts, call_attention):
+            for call in (call_matmul, call_gated_mlp, call_experts, call_choose_experts, call_attention, call_sample):
                 call(random)
                 calls += 1
     print(calls, "calls")
@@ -64,7 +65,16 @@ def call_experts(random: np.random.Generator) -> None:
     down = random_weight(random, format, hidden, intermediate, (experts,))
     ids = np.array([random.permutation(experts)[:top_k] for _ in range(tokens)], np.int32)
     shares = random.uniform(size=(tokens, top_k)).astype(np.float32)
-    np.asarray(ops.experts(random_rows(random, tokens, hidden), ids, shares, gate_up, down, intermediate))
+    x = random_rows(random, tokens, hidden)
+    np.asarray(ops.experts(x, random_norm(random, hidden), ids, shares, gate_up, down, intermediate))
+
+
+def call_choose_experts(random: np.random.Generator) -> None:
+    """The choice of experts by a router's logits."""
+    tokens, experts = (int(random.integers(1, high)) for high in (40, 140))
+    logits, top_k = random_rows(random, tokens, experts), int(random.integers(1, experts + 1))
+    for result in ops.choose_experts(logits, top_k, bool(random.integers(2))):
+        np.asarray(result)
 
 
 def call_attention(random: np.random.Generator) -> None:
@@ -79,6 +89,28 @@ def call_attention(random: np.random.Generator) -> None:
     norms = (random_norm(random, head_dim), random_norm(random, head_dim))
     rotation = tuple(random_rows(random, batch, length, half_dim) for _ in range(2))
     for array in jax.tree.leaves(ops.cached_attention(*fresh, norms, rotation, slots, first, layer)):
+        np.asarray(array)
+
+
+def call_sample(random: np.random.Generator) -> None:
+    """A choice by sequences of every kind, some of them constrained, and a row that belongs to none."""
+    vocab, slots, batch = (int(random.integers(1, high)) for high in (3000, 5, 6))
+    rows = [
+        SamplingParams(
+            temperature=float(random.choice([0.0, 0.7])),
+            top_k=int(random.choice([0, 1, 40, 5000])),
+            top_p=float(random.choice([0.3, 1.0])),
+            min_p=float(random.choice([0.0, 0.01])),
+            repetition_penalty=float(random.choice([1.0, 1.3])),
+            top_logprobs=int(random.integers(21)),
+        )
+        for _ in range(slots)
+    ]
+    state = start_sampling([(params, random.integers(0, vocab, 9)) for params in rows], vocab)
+    allowed = everything(batch, vocab)
+    allowed[0] = random.integers(0, 2**32, allowed.shape[1], np.uint32)
+    own = random.integers(-1, slots, batch).astype(np.int32)
+    for array in jax.tree.leaves(ops.sample(random_rows(random, batch, vocab), state, own, allowed)):
         np.asarray(array)
 
 

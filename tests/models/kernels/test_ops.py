@@ -13,12 +13,13 @@ from tests.models.kernels.results import expected_from, in_numpy
 from tests.models.kernels.stored import FORMATS, random_cache, random_rows, random_weight
 
 products, gated_mlp, experts = (in_numpy(function) for function in (ops.matmul, ops.gated_mlp, ops.experts))
-cached_attention = in_numpy(ops.cached_attention)
+cached_attention, choose_experts = in_numpy(ops.cached_attention), in_numpy(ops.choose_experts)
 expected_norm = expected_from(reference.rms_norm)
 expected_product = expected_from(reference.matmul, static=(3,))
 expected_gated_mlp = expected_from(reference.gated_mlp, static=(5,))
-expected_experts = expected_from(reference.experts, static=(5,))
+expected_experts = expected_from(reference.experts, static=(6,))
 expected_attention = expected_from(reference.cached_attention)
+expected_choice = expected_from(reference.choose_experts, static=(1, 2))
 SHAPES = ((8, 32), (1, 1), (24, 96), (7, 33), (40, 2048), (130, 70))
 
 
@@ -90,10 +91,17 @@ def test_rows_of_a_gated_mlp_do_not_depend_on_each_other(variant, format):
 def test_tokens_of_the_experts_do_not_depend_on_each_other(variant, format):
     random = np.random.default_rng(21)
     gate_up, down = random_weight(random, format, 80, 64, (6,)), random_weight(random, format, 64, 40, (6,))
-    x = random_rows(random, 32, 64) / 8
+    norm, x = (random.uniform(0.05, 0.2, 64).astype(np.float32), 1e-6), random_rows(random, 32, 64)
     ids = np.array([random.permutation(6)[:3] for _ in range(32)], np.int32)
     shares = random.uniform(size=(32, 3)).astype(np.float32)
-    assert_rows_stand_alone(lambda rows: experts(x[rows], ids[rows], shares[rows], gate_up, down, 40))
+    assert_rows_stand_alone(lambda rows: experts(x[rows], norm, ids[rows], shares[rows], gate_up, down, 40))
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(5, 2), (128, 8)])
+def test_the_choice_of_experts_does_not_depend_on_other_tokens(variant, experts, top_k):
+    logits = random_rows(np.random.default_rng(23), 32, experts)
+    for result in range(2):
+        assert_rows_stand_alone(lambda rows, result=result: choose_experts(logits[rows], top_k, True)[result])
 
 
 @pytest.mark.parametrize("dtype", CACHE_TYPES)
@@ -138,18 +146,42 @@ def test_experts_equal_the_reference(variant, format, hidden, intermediate):
     random = np.random.default_rng(5)
     gate_up = random_weight(random, format, 2 * intermediate, hidden, (6,))
     down = random_weight(random, format, hidden, intermediate, (6,))
-    x = random_rows(random, 7, hidden) / 8
+    norm, x = (random.uniform(0.05, 0.2, hidden).astype(np.float32), 1e-6), random_rows(random, 7, hidden)
     ids = np.array([random.permutation(6)[:3] for _ in range(7)], np.int32)
     shares = random.uniform(size=(7, 3)).astype(np.float32)
-    found = experts(x, ids, shares, gate_up, down, intermediate)
-    wanted = expected_experts(x, ids, shares, gate_up, down, intermediate)
+    found = experts(x, norm, ids, shares, gate_up, down, intermediate)
+    wanted = expected_experts(x, norm, ids, shares, gate_up, down, intermediate)
     # The inner activations are rounded to whole numbers once more: one of them may fall to the other side.
     close(found, wanted, 1e-2 if format in ("q4", "q8") else 1e-5)
     assert np.median(np.abs(found - wanted)) < 1e-5 * np.max(np.abs(wanted))
     for token in range(7):
         one = slice(token, token + 1)
-        alone = experts(x[one], ids[one], shares[one], gate_up, down, intermediate)
+        alone = experts(x[one], norm, ids[one], shares[one], gate_up, down, intermediate)
         np.testing.assert_array_equal(alone[0], found[token])
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (5, 5), (60, 4), (128, 8)])
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("digits", [9, 0])
+def test_the_choice_of_experts_equals_the_reference(variant, experts, top_k, normalise, digits):
+    """Also among ties, which go to the lower id."""
+    logits = np.round(3 * np.random.default_rng(22).standard_normal((40, experts)), digits).astype(np.float32)
+    shares, ids = choose_experts(logits, top_k, normalise)
+    wanted, wanted_ids = expected_choice(logits, top_k, normalise)
+    np.testing.assert_array_equal(ids, wanted_ids)
+    np.testing.assert_allclose(shares, wanted, rtol=2e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_router_that_gives_no_numbers_shows_it_in_that_token(variant, bad):
+    logits = random_rows(np.random.default_rng(24), 3, 20)
+    clean, clean_ids = choose_experts(logits, 4, True)
+    logits[1, 7] = bad
+    shares, ids = choose_experts(logits, 4, True)
+    assert np.isnan(shares[1]).any()
+    assert ((ids >= 0) & (ids < 20)).all()
+    np.testing.assert_array_equal(shares[::2], clean[::2])
+    np.testing.assert_array_equal(ids[::2], clean_ids[::2])
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -341,7 +373,7 @@ def test_an_expert_that_does_not_exist_is_named():
     gate_up, down = random_weight(random, "q4", 64, 32, (4,)), random_weight(random, "q4", 32, 32, (4,))
     ids = np.array([[0, 1], [2, 4]], np.int32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="token 1 wants expert 4 of 4"):
-        experts(zeros(2, 32), ids, zeros(2, 2), gate_up, down, 32)
+        experts(zeros(2, 32), ops.no_norm(), ids, zeros(2, 2), gate_up, down, 32)
 
 
 def test_a_norm_of_another_size_is_named():
@@ -352,6 +384,26 @@ def test_a_norm_of_another_size_is_named():
 def test_a_norm_of_another_dtype_is_named():
     with pytest.raises(jax.errors.JaxRuntimeError, match="norm should be float32"):
         products(zeros(2, 64), (np.ones(64, np.float16), 1e-6), [Q4_WEIGHT], [16])
+
+
+@pytest.mark.parametrize(
+    ("logits", "top_k", "named"),
+    [
+        (zeros(3, 4), 5, "top_k is 5, wanted is 1 to 4"),
+        (np.zeros((3, 4), np.float16), 2, "logits should be float32"),
+        (zeros(3, 4, 1), 2, r"logits has shape \[3, 4, 1\], wanted is \[tokens, experts\]"),
+    ],
+)
+def test_a_wrong_argument_of_the_choice_of_experts_is_named(logits, top_k, named):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=named):
+        choose_experts(logits, top_k, True)
+
+
+def test_a_norm_of_another_size_of_experts_is_named():
+    random = np.random.default_rng(11)
+    gate_up, down = random_weight(random, "q4", 64, 32, (4,)), random_weight(random, "q4", 32, 32, (4,))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"norm has shape \[31\], wanted is \[32\]"):
+        experts(zeros(2, 32), (ones(31), 1e-6), np.zeros((2, 2), np.int32), zeros(2, 2), gate_up, down, 32)
 
 
 @pytest.mark.parametrize(
@@ -369,7 +421,7 @@ def test_an_argument_of_another_dtype_of_experts_is_named(index, dtype, named):
     tokens = [zeros(2, 32), np.zeros((2, 2), np.int32), zeros(2, 2)]
     tokens[index] = tokens[index].astype(dtype)
     with pytest.raises(jax.errors.JaxRuntimeError, match=named):
-        experts(*tokens, gate_up, down, 32)
+        experts(tokens[0], ops.no_norm(), *tokens[1:], gate_up, down, 32)
 
 
 @pytest.mark.parametrize(
