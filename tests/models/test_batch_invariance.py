@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,12 @@ import pytest
 
 import models
 from models.cache import KVCache, LayerCache, layer_shapes
-from models.config import TextConfig
+from models.config import ModelConfig, TextConfig, parse_config
 from models.model import PRETRAINED, read_config
 from models.network import Network
+from models.presets import preset
+from models.switches import Switches
+from models.weights import random_network
 
 CAPACITY = 256
 STEPS = 4
@@ -75,6 +79,34 @@ def test_rows_decoded_together_equal_rows_decoded_alone(name, quant):
             np.testing.assert_array_equal(own[0], logits[place], err_msg=f"row of length {LENGTHS[row]}")
             for kept, shared in zip(jax.tree.leaves(alone[row].layers), jax.tree.leaves(together.layers), strict=True):
                 np.testing.assert_array_equal(kept[0], shared[row])
+
+
+def narrow(config: ModelConfig) -> ModelConfig:
+    """A published model whose matrices have few outputs: what is added up over has its real length."""
+    text = config.text
+    moe = text.moe and replace(text.moe, intermediate=4)
+    text = replace(text, layers=2, vocab=500, heads=2, kv_heads=1, intermediate=64, moe=moe)
+    return replace(config, text=text, vision=None)
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl-2b", "qwen3-30b-a3b"])
+def test_rows_as_wide_as_in_the_published_models_do_not_depend_on_their_number(name):
+    """XLA adds up in another order, and rounds otherwise, from some width on and for some numbers of rows."""
+    config = narrow(parse_config(preset(name)))
+    network = random_network(config, "float32", Switches())
+    random = np.random.default_rng(1)
+    tokens, held = random.integers(0, 500, 32, np.int32), random.integers(0, 200, 32).astype(np.int32)
+    shapes = layer_shapes(config.text, 32, CAPACITY, "float32")
+    layer = jax.tree.map(lambda array: jnp.asarray(random.standard_normal(array.shape), array.dtype), shapes)
+    step = jax.jit(lambda cache, tokens: decode(network, cache, tokens)[0])
+
+    def logits(rows: slice) -> np.ndarray:
+        slots = jnp.arange(32, dtype=jnp.int32)[rows]
+        return np.asarray(step(KVCache((layer,) * config.text.layers, slots, jnp.asarray(held[rows])), tokens[rows]))
+
+    alone = np.concatenate([logits(slice(row, row + 1)) for row in range(32)])
+    for rows in (2, 3, 5, 8, 16, 31, 32):
+        np.testing.assert_array_equal(logits(slice(rows)), alone[:rows], err_msg=f"{rows} rows")
 
 
 DIGEST = """
