@@ -21,16 +21,16 @@ KERNELS = {
     "kestrel_gated_mlp": "matrix products",
     "kestrel_experts": "matrix products",
     "kestrel_attention": "attention",
+    "kestrel_choose_experts": "router",
+    "kestrel_sample": "sampling",
 }
 FILES = {
-    "sampling.py": "sampling",
     "ops.py": "embedding",
     "reference.py": "embedding",
     "rope.py": "norms, rope, elementwise",
     "attention.py": "norms, rope, elementwise",
     "layers.py": "norms, rope, elementwise",
     "network.py": "norms, rope, elementwise",
-    "moe.py": "router",
 }
 OTHER = "copies and other"
 DEFINITION = re.compile(r"^\s*(?:ROOT )?%(?P<name>\S+) = (?P<result>.*?) (?P<opcode>[a-z][a-z0-9-]*)\(")

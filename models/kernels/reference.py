@@ -13,7 +13,6 @@ from models.cache import LayerCache
 from models.quantisation import GROUP
 from models.quantisation import ROWS as BLOCK
 from models.rope import Rotation, rotate
-from models.row_sums import row_sums
 
 Weight = tuple[Num[Array, "..."], Float[Array, "..."]]
 Norm = tuple[Float[Array, " size"], float]  # weight and epsilon; an empty weight stands for no norm
@@ -24,8 +23,8 @@ def rms_norm(x: Float[Array, "*batch size"], norm: Norm) -> Float[Array, "*batch
     weight, eps = norm
     if weight.size == 0:
         return x
-    scale = jax.lax.rsqrt(row_sums(jnp.square(x)) / x.shape[-1] + eps)
-    return x * scale[..., None] * jnp.broadcast_to(weight, x.shape)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+    return x * scale * jnp.broadcast_to(weight, x.shape)
 
 
 def is_quantised(weight: Array) -> bool:

@@ -48,12 +48,13 @@ def decode(network: Network, cache: KVCache, tokens: np.ndarray) -> tuple[jax.Ar
     return network.logits(hidden[:, 0]), more(cache, after.layers, 1)
 
 
-def prefill(network: Network, cache: KVCache, tokens: np.ndarray) -> KVCache:
-    """The cache with a prompt in it."""
-    length = len(tokens)
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (3, 1, length))
-    _, after = network(jnp.asarray(tokens)[None], positions, cache, None)
-    return more(cache, after.layers, length)
+def prefill(network: Network, cache: KVCache, prompts: list[np.ndarray]) -> list[KVCache]:
+    """For every prompt the cache with it. What follows a shorter prompt there will be written before it is seen."""
+    longest = max(map(len, prompts))
+    positions = jnp.broadcast_to(jnp.arange(longest, dtype=jnp.int32), (3, 1, longest))
+    take = jax.jit(lambda tokens: network(tokens[None], positions, cache, None)[1].layers)
+    padded = (np.pad(prompt, (0, longest - len(prompt))) for prompt in prompts)
+    return [more(cache, take(tokens), len(prompt)) for tokens, prompt in zip(padded, prompts, strict=True)]
 
 
 @pytest.mark.parametrize("name", ["tiny-vl", "tiny-moe"])
@@ -66,7 +67,7 @@ def test_rows_decoded_together_equal_rows_decoded_alone(name, quant):
     kv = "float32" if quant is None else "int8"
     prompts = [random.integers(0, text.vocab, length, np.int32) for length in LENGTHS]
     step = jax.jit(lambda cache, tokens: decode(network, cache, tokens))
-    alone = [prefill(network, empty(text, kv), prompt) for prompt in prompts]
+    alone = prefill(network, empty(text, kv), prompts)
     order = random.permutation(len(prompts))
     together = stacked(alone, order)
     for _ in range(STEPS):
