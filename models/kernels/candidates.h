@@ -6,7 +6,7 @@
 namespace kestrel {
 
 struct Candidate {
-  float value;  // a number
+  float value;  // never NaN: `better` would be no order
   int32_t id;
 };
 

@@ -21,7 +21,8 @@ def sample(
 ) -> tuple[Sampled, SamplingState]:
     """The next token of every row, and the state in which it is counted."""
     rows = jax.tree.map(lambda array: array[jnp.maximum(slots, 0)], state)
-    adjusted = jnp.where(allowed_tokens(allowed, logits.shape[-1]), penalised(logits, rows), -jnp.inf)
+    adjusted = penalised(logits, rows)
+    adjusted = jnp.where(allowed_tokens(allowed, logits.shape[-1]) & ~jnp.isnan(adjusted), adjusted, -jnp.inf)
     greedy, drawing = jnp.argmax(adjusted, axis=-1).astype(jnp.int32), (slots >= 0) & (rows.temperature > 0)
     token = jax.lax.cond(
         jnp.any(drawing), lambda: jnp.where(drawing, drawn_tokens(adjusted, rows), greedy), lambda: greedy
@@ -66,7 +67,8 @@ def drawn_tokens(logits: Float[Array, "batch vocab"], rows: SamplingState) -> In
     before = jnp.pad(upto[:, :-1], [(0, 0), (1, 0)])
     left &= (rows.top_p[:, None] == 1) | (before < rows.top_p[:, None] * upto[:, -1:])
     sums = jnp.where(left, scaled + gumbel_noise(rows, order), -jnp.inf)
-    return jnp.take_along_axis(order, jnp.argmax(sums, axis=-1, keepdims=True), axis=-1)[:, 0]
+    drawn = sums == jnp.max(sums, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(drawn, order, logits.shape[-1] - 1), axis=-1)
 
 
 def gumbel_noise(rows: SamplingState, tokens: Int[Array, "batch some"]) -> Float[Array, "batch some"]:
@@ -85,13 +87,19 @@ def described(
     logits: Float[Array, "batch vocab"], token: Int[Array, " batch"], wanted: Int[Array, " batch"]
 ) -> Sampled:
     """What the model's own distribution says of the chosen tokens; of rows that want them, the best tokens too."""
-    best, tokens = jax.lax.top_k(logits, min(MAX_TOP_LOGPROBS, logits.shape[-1]))
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    first, logprobs = jnp.argmax(logits, axis=-1, keepdims=True), jax.nn.log_softmax(logits, axis=-1)
+    others = jnp.where(jax.lax.broadcasted_iota(first.dtype, logits.shape, 1) == first, -jnp.inf, logits)
+    shape = (len(logits), min(MAX_TOP_LOGPROBS, logits.shape[-1]))
+    best, tokens = jax.lax.cond(
+        jnp.any(wanted > 0),
+        lambda: tuple(jax.lax.top_k(logprobs, shape[1])),
+        lambda: (jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)),
+    )
     told = (wanted > 0)[:, None]
     return Sampled(
         token=token,
         logprob=jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0],
-        margin=best[:, 0] - best[:, 1],
+        margin=jnp.max(logits, axis=-1) - jnp.max(others, axis=-1),
         top_tokens=jnp.where(told, tokens, 0),
-        top_logprobs=jnp.where(told, jnp.take_along_axis(logprobs, tokens, axis=-1), 0.0),
+        top_logprobs=jnp.where(told, best, 0.0),
     )

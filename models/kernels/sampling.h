@@ -2,8 +2,10 @@
 // tokens that top-k, min-p and top-p leave. A row is chosen by one thread, from nothing but its own numbers.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
-#include <limits>
+#include <functional>
+#include <vector>
 
 #include "arguments.h"
 #include "candidates.h"
@@ -35,9 +37,7 @@ struct Choices {
   int64_t top;
 };
 
-constexpr float kForbidden = -std::numeric_limits<float>::infinity();
-
-// The best tokens, in order, `count` of them or all that are not forbidden. The `count` best of the vocabulary's stretches
+// The best tokens, in any order, `count` of them or all that are not forbidden. The `count` best of the vocabulary's stretches
 // have a token each that is as good as the worst of them, so no token that is worse needs to be looked at.
 inline std::vector<Candidate> best_tokens(const float* logits, int64_t vocab, int64_t count) {
   const int64_t stretches = (vocab + kStretch - 1) / kStretch;
@@ -60,56 +60,109 @@ inline std::vector<Candidate> best_tokens(const float* logits, int64_t vocab, in
     std::nth_element(found.begin(), found.begin() + count, found.end(), better);
     found.resize(count);
   }
-  std::sort(found.begin(), found.end(), better);
   return found;
 }
 
-// What limits a draw; without a limit `top_k` is the vocabulary's size, `min_p` is 0 and `top_p` is 1.
-struct Filters {
+// A draw from logits, of which the largest is known. Without a limit `top_k` is the vocabulary's size, `min_p` is 0 and
+// `top_p` is 1.
+struct Draw {
+  const float* logits;
+  int64_t vocab;
+  Largest largest;
+  float temperature;
   int64_t top_k;
   float min_p, top_p;
+  Noise noise;
 
-  bool none(int64_t vocab) const { return top_k == vocab && min_p == 0.0f && top_p == 1.0f; }
-  bool only_top_p(int64_t vocab) const { return top_k == vocab && min_p == 0.0f; }
+  Scale scale() const { return {largest.value, temperature}; }
+  bool from_all() const { return top_k == vocab && min_p == 0.0f; }
 };
 
 // How many of the best tokens, which have these weights, the filters leave; -1 if that takes more of them to tell. `last`:
 // there are no others; else `total` is the weight of all that top-p takes its share of, or negative if that is not known.
-inline int64_t left_by(const Filters& filters, const std::vector<float>& weights, bool last, double total) {
-  const int64_t most = std::min<int64_t>(filters.top_k, weights.size());
+inline int64_t left_by(const Draw& draw, const std::vector<float>& weights, bool last, double total) {
+  const auto size = static_cast<int64_t>(weights.size());
   int64_t count = 0;
   double sum = 0.0;
-  for (; count < most && weights[count] >= filters.min_p * weights[0]; ++count) sum += weights[count];
-  const bool complete = last || count < static_cast<int64_t>(weights.size()) || count == filters.top_k;
-  if (filters.top_p == 1.0f || (!complete && total < 0.0)) return complete ? count : -1;
-  const double wanted = filters.top_p * (complete ? sum : total);
+  for (; count < size && weights[count] >= draw.min_p; ++count) sum += weights[count];
+  const bool complete = last || count < size;
+  if (draw.top_p == 1.0f || (!complete && total < 0.0)) return complete ? count : -1;
+  const double wanted = draw.top_p * (complete ? sum : total);
   int64_t taken = 0;
   double before = 0.0;
   for (; taken < count && before < wanted; ++taken) before += weights[taken];
   return complete || before >= wanted ? taken : -1;
 }
 
-// A seeded draw from logits whose largest is known.
-inline int32_t drawn_token(const float* logits, int64_t vocab, const Largest& largest, float temperature,
-                           const Filters& filters, const Noise& noise) {
-  constexpr int64_t kUsual = 256, kGrowth = 8;
-  const Scale scale = {largest.value, temperature};
-  if (filters.none(vocab)) return static_cast<int32_t>(variant().draw(logits, nullptr, vocab, scale, noise));
-  const double total = filters.only_top_p(vocab) ? variant().weigh(logits, vocab, scale, nullptr) : -1.0;
-  for (int64_t count = std::min(filters.top_k, kUsual);; count = std::min(filters.top_k, count * kGrowth)) {
-    const std::vector<Candidate> best = best_tokens(logits, vocab, count);
-    const auto size = static_cast<int64_t>(best.size());
-    std::vector<float> values(size), weights(size);
-    std::vector<int32_t> tokens(size);
-    for (int64_t i = 0; i < size; ++i) {
-      values[i] = best[i].value;
-      tokens[i] = best[i].id;
-    }
-    variant().weigh(values.data(), size, scale, weights.data());
-    const int64_t left = left_by(filters, weights, size < count || count == filters.top_k, total);
-    if (left == 0) return static_cast<int32_t>(largest.first);
-    if (left > 0) return tokens[variant().draw(values.data(), tokens.data(), left, scale, noise)];
-  }
+inline std::vector<float> values_of(const std::vector<Candidate>& tokens) {
+  std::vector<float> values;
+  for (const Candidate& token : tokens) values.push_back(token.value);
+  return values;
+}
+
+// Finds what the filters leave if it is among the best few tokens; if not, gives false.
+inline bool left_of_few(const Draw& draw, std::vector<Candidate>& left) {
+  constexpr int64_t kFew = 256;
+  const int64_t count = std::min(draw.top_k, kFew);
+  left = best_tokens(draw.logits, draw.vocab, count);
+  std::sort(left.begin(), left.end(), better);
+  const auto size = static_cast<int64_t>(left.size());
+  const std::vector<float> values = values_of(left);
+  std::vector<float> weights(size);
+  variant().weigh(values.data(), size, draw.scale(), weights.data());
+  const double total = draw.from_all() ? variant().weigh(draw.logits, draw.vocab, draw.scale(), nullptr) : -1.0;
+  const int64_t found = left_by(draw, weights, size < count || count == draw.top_k, total);
+  if (found >= 0) left.resize(found);
+  return found >= 0;
+}
+
+// Leaves of some tokens the smallest set of best ones that holds a share of their weight, which `weights` has by token.
+// Tokens are put into buckets by their logit, so that only those in the bucket where the share is reached need an order.
+inline void keep_share(std::vector<Candidate>& tokens, const float* weights, const Scale& scale, float share) {
+  constexpr int64_t kBuckets = 4096;
+  const float step = kBuckets / 88.0f / scale.temperature;  // e^-88 is nothing beside 1
+  const auto bucket_of = [&](const Candidate& token) {
+    const float place = (scale.largest - token.value) * step;
+    return place < kBuckets - 1 ? static_cast<int64_t>(place) : kBuckets - 1;
+  };
+  std::vector<double> masses(kBuckets);
+  for (const Candidate& token : tokens) masses[bucket_of(token)] += weights[token.id];
+  double wanted = 0.0;
+  for (const double mass : masses) wanted += mass;
+  wanted *= share;
+  int64_t last = 0;
+  for (; last < kBuckets - 1 && masses[last] < wanted; ++last) wanted -= masses[last];
+  const auto middle =
+      std::partition(tokens.begin(), tokens.end(), [&](const Candidate& token) { return bucket_of(token) < last; });
+  auto end = std::partition(middle, tokens.end(), [&](const Candidate& token) { return bucket_of(token) == last; });
+  std::sort(middle, end, better);
+  double before = 0.0;
+  auto taken = middle;
+  for (; taken < end && before < wanted; ++taken) before += weights[taken->id];
+  tokens.erase(taken, tokens.end());
+}
+
+// Finds what the filters leave of the vocabulary.
+inline std::vector<Candidate> left_of_all(const Draw& draw) {
+  std::vector<float> weights(draw.vocab);
+  variant().weigh(draw.logits, draw.vocab, draw.scale(), weights.data());
+  std::vector<Candidate> left = best_tokens(draw.logits, draw.vocab, draw.top_k);
+  const auto too_light = [&](const Candidate& token) { return !(weights[token.id] >= draw.min_p); };
+  left.erase(std::remove_if(left.begin(), left.end(), too_light), left.end());
+  if (draw.top_p < 1.0f) keep_share(left, weights.data(), draw.scale(), draw.top_p);
+  return left;
+}
+
+inline int32_t drawn_token(const Draw& draw) {
+  if (draw.from_all() && draw.top_p == 1.0f)
+    return variant().draw(draw.logits, nullptr, draw.vocab, draw.scale(), draw.noise);
+  std::vector<Candidate> left;
+  if (!left_of_few(draw, left)) left = left_of_all(draw);
+  if (left.empty()) return static_cast<int32_t>(draw.largest.first);
+  const std::vector<float> values = values_of(left);
+  std::vector<int32_t> tokens;
+  for (const Candidate& token : left) tokens.push_back(token.id);
+  return variant().draw(values.data(), tokens.data(), static_cast<int64_t>(left.size()), draw.scale(), draw.noise);
 }
 
 struct Sampling {
@@ -121,7 +174,8 @@ struct Sampling {
   Choices choices;
 };
 
-// The logits that a row chooses by: those of the model, or what penalties, bias and constraint make of them.
+// The logits that a row chooses by: those of the model, or what penalties, bias and constraint make of them, until this
+// thread's next call. Their memory is its own, because `scratch` may be in use by the call that waits for this one.
 inline const float* adjusted_logits(const Sampling& call, int64_t row, int64_t slot) {
   thread_local Scratch room;
   const SamplingState& state = call.state;
@@ -149,10 +203,16 @@ inline int32_t chosen_token(const Sampling& call, int64_t row, int64_t slot, con
   const float *logits = call.logits + row * call.vocab, *adjusted = adjusted_logits(call, row, slot);
   const Largest largest = adjusted == logits ? own : variant().find_largest(adjusted, call.vocab);
   if (!(state.temperature[slot] > 0.0f)) return static_cast<int32_t>(largest.first);
-  const int64_t top_k = state.top_k[slot];
-  const Filters filters = {top_k > 0 ? std::min(top_k, call.vocab) : call.vocab, state.min_p[slot], state.top_p[slot]};
-  const Noise noise = {{state.key[2 * slot], state.key[2 * slot + 1]}, static_cast<uint32_t>(state.step[slot])};
-  return drawn_token(adjusted, call.vocab, largest, state.temperature[slot], filters, noise);
+  Draw draw{};
+  draw.logits = adjusted;
+  draw.vocab = call.vocab;
+  draw.largest = largest;
+  draw.temperature = state.temperature[slot];
+  draw.top_k = state.top_k[slot] > 0 ? std::min<int64_t>(state.top_k[slot], call.vocab) : call.vocab;
+  draw.min_p = state.min_p[slot];
+  draw.top_p = state.top_p[slot];
+  draw.noise = {{state.key[2 * slot], state.key[2 * slot + 1]}, static_cast<uint32_t>(state.step[slot])};
+  return drawn_token(draw);
 }
 
 // Chooses a row's token, and describes it by the model's own logits.
@@ -170,17 +230,18 @@ inline void choose(const Sampling& call, int64_t row) {
   }
   const float* logits = call.logits + row * call.vocab;
   const Largest own = variant().find_largest(logits, call.vocab);
-  const double weight = variant().weigh(logits, call.vocab, {own.value, 1.0f}, nullptr);
-  const float normaliser = own.value + static_cast<float>(std::log(weight));
+  const auto spread = static_cast<float>(std::log(variant().weigh(logits, call.vocab, {own.value, 1.0f}, nullptr)));
   const int32_t token = chosen_token(call, row, slot, own);
   choices.token[row] = token;
-  choices.logprob[row] = logits[token] - normaliser;
+  choices.logprob[row] = logits[token] - own.value - spread;
   choices.margin[row] = own.value - own.second;
   if (call.state.top_logprobs[slot] == 0) return;
-  const std::vector<Candidate> best = best_tokens(logits, call.vocab, choices.top);
+  std::vector<Candidate> best = best_tokens(logits, call.vocab, choices.top);
+  std::sort(best.begin(), best.end(), better);
+  std::fill(top_logprobs, top_logprobs + choices.top, kForbidden);  // of tokens that there are too few of
   for (size_t i = 0; i < best.size(); ++i) {
     top_tokens[i] = best[i].id;
-    top_logprobs[i] = best[i].value - normaliser;
+    top_logprobs[i] = best[i].value - own.value - spread;
   }
 }
 

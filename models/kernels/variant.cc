@@ -10,6 +10,7 @@ namespace {
 using kestrel::CacheType;
 using kestrel::Format;
 using kestrel::kBlock;
+using kestrel::kForbidden;
 using kestrel::kGroup;
 using kestrel::kSpan;
 using kestrel::kStretch;
@@ -590,12 +591,30 @@ void attend(CacheType type, const Span& span) {
 
 // Sampling. `larger(v, most)` keeps `most` where v is not a number.
 
-constexpr float kNothing = -__builtin_inff();
+// Numbers from `i` on, zeros behind the last.
+template <typename Vector, typename T>
+inline Vector some(const T* from, int64_t i, int64_t count) {
+  Vector lanes = {};
+  if (i + kLanes <= count) {
+    memcpy(&lanes, from + i, sizeof lanes);
+  } else {
+    memcpy(&lanes, from + i, (count - i) * sizeof(T));
+  }
+  return lanes;
+}
+
+inline void store_some(float* to, int64_t i, int64_t count, Lanes lanes) {
+  if (i + kLanes <= count) {
+    store(to + i, lanes);
+  } else {
+    memcpy(to + i, &lanes, (count - i) * sizeof(float));
+  }
+}
 
 // The logits from `start` on, minus infinity behind the last.
 inline Lanes load_some(const float* logits, int64_t start, int64_t count) {
   if (start + kLanes <= count) return load(logits + start);
-  Lanes lanes = all(kNothing);
+  Lanes lanes = all(kForbidden);
   for (int64_t k = 0; start + k < count; ++k) lanes[k] = logits[start + k];
   return lanes;
 }
@@ -611,7 +630,7 @@ inline int first_of_largest(Lanes values, WordLanes places) {
 }
 
 Largest find_largest(const float* logits, int64_t count) {
-  Lanes most = all(kNothing), next = all(kNothing);
+  Lanes most = all(kForbidden), next = all(kForbidden);
   WordLanes places = kFirstPlaces;
   for (int64_t i = 0; i < count; i += kLanes) {
     const Lanes v = load_some(logits, i, count);
@@ -621,7 +640,7 @@ Largest find_largest(const float* logits, int64_t count) {
     most = better ? v : most;
   }
   const int best = first_of_largest(most, places);
-  if (!(most[best] > kNothing)) return {kNothing, 0, kNothing};
+  if (!(most[best] > kForbidden)) return {kForbidden, 0, kForbidden};
   const float found = most[best];
   most[best] = next[best];
   return {found, (int64_t)places[best], largest(larger(most, next))};
@@ -629,7 +648,7 @@ Largest find_largest(const float* logits, int64_t count) {
 
 void stretch_largest(const float* logits, int64_t count, float* out) {
   for (int64_t start = 0; start < count; start += kStretch) {
-    Lanes most = all(kNothing);
+    Lanes most = all(kForbidden);
     for (int64_t i = start; i < start + kStretch && i < count; i += kLanes)
       most = larger(load_some(logits, i, count), most);
     *out++ = largest(most);
@@ -648,23 +667,11 @@ double weigh(const float* logits, int64_t count, const Scale& scale, float* weig
       const Lanes powers = exp_of(scaled(load_some(logits, i, count), scale));
       totals += powers;
       if (weights == nullptr) continue;
-      for (int64_t k = 0; k < kLanes && i + k < end; ++k) weights[i + k] = powers[k];
+      store_some(weights, i, count, powers);
     }
     total += sum(totals);
   }
   return total;
-}
-
-// Numbers from `i` on, zeros behind the last.
-template <typename Vector, typename T>
-inline Vector some(const T* from, int64_t i, int64_t count) {
-  Vector lanes = {};
-  if (i + kLanes <= count) {
-    memcpy(&lanes, from + i, sizeof lanes);
-  } else {
-    memcpy(&lanes, from + i, (count - i) * sizeof(T));
-  }
-  return lanes;
 }
 
 void penalise(const float* logits, int64_t count, const Penalties& penalties, float* out) {
@@ -678,11 +685,7 @@ void penalise(const float* logits, int64_t count, const Penalties& penalties, fl
     v -= all(penalties.frequency) * __builtin_convertvector(times, Lanes);
     v -= answered ? all(penalties.presence) : all(0.0f);
     v += some<Lanes>(penalties.bias, i, count);
-    if (i + kLanes <= count) {
-      store(out + i, v);
-    } else {
-      memcpy(out + i, &v, (count - i) * sizeof(float));
-    }
+    store_some(out, i, count, v);
   }
 }
 
@@ -690,7 +693,7 @@ void forbid(const uint32_t* allowed, int64_t count, float* logits) {
   for (int64_t start = 0; start < count; start += 32, ++allowed) {
     if (*allowed == 0xffffffffu) continue;
     const int64_t end = start + 32 < count ? start + 32 : count;
-    for (int64_t i = start; i < end; ++i) logits[i] = *allowed >> (i - start) & 1 ? logits[i] : kNothing;
+    for (int64_t i = start; i < end; ++i) logits[i] = *allowed >> (i - start) & 1 ? logits[i] : kForbidden;
   }
 }
 
@@ -716,21 +719,18 @@ inline Lanes gumbel(WordLanes bits) {
   return -log_of(-log_of(uniform));
 }
 
-int64_t draw(const float* logits, const int32_t* tokens, int64_t count, const Scale& scale, const Noise& noise) {
-  Lanes most = all(kNothing);
-  WordLanes places = kFirstPlaces;
+int32_t draw(const float* logits, const int32_t* tokens, int64_t count, const Scale& scale, const Noise& noise) {
+  Lanes most = all(kForbidden);
+  WordLanes best = {};
   for (int64_t i = 0; i < count; i += kLanes) {
-    const WordLanes own = kFirstPlaces + (uint32_t)i;
-    WordLanes given = own;
-    if (tokens != nullptr)
-      for (int64_t k = 0; k < kLanes; ++k) given[k] = (uint32_t)(i + k < count ? tokens[i + k] : 0);
-    const Lanes sums = scaled(load_some(logits, i, count), scale) + gumbel(threefry(noise, given));
-    const IntLanes better = sums > most;
-    places = better ? own : places;
+    WordLanes own = kFirstPlaces + (uint32_t)i;
+    if (tokens != nullptr) own = some<WordLanes>(tokens, i, count);
+    const Lanes sums = scaled(load_some(logits, i, count), scale) + gumbel(threefry(noise, own));
+    const IntLanes better = sums > most | (sums == most & own < best);
+    best = better ? own : best;
     most = better ? sums : most;
   }
-  const int best = first_of_largest(most, places);
-  return most[best] > kNothing ? (int64_t)places[best] : 0;
+  return (int32_t)best[first_of_largest(most, best)];
 }
 
 }  // namespace

@@ -12,6 +12,7 @@ constexpr int64_t kBlock = 8;    // output rows stored together
 constexpr int64_t kTile = 4;     // activation rows that read a block of weights at once
 constexpr int64_t kSpan = 256;   // cached positions whose attention is computed in one piece
 constexpr int64_t kStretch = 64; // tokens of the vocabulary whose largest logit is looked for together
+constexpr float kForbidden = -__builtin_inff();  // the logit of a token that must not be chosen
 
 enum class Format { kQ4, kQ8, kFloat32, kBFloat16 };
 enum class CacheType { kFloat32, kBFloat16, kInt8 };
@@ -112,9 +113,9 @@ struct Variant {
   // Makes the logits of tokens that a constraint forbids minus infinity: token i has bit i % 32 of word i / 32.
   void (*forbid)(const uint32_t* allowed, int64_t count, float* logits);
 
-  // A draw in proportion to the logits' weights, by the Gumbel-max trick: the place of the largest sum of scaled logit and
-  // noise. `tokens` are those of the logits, or null if they are the whole vocabulary; a token's noise is the same in both.
-  int64_t (*draw)(const float* logits, const int32_t* tokens, int64_t count, const Scale& scale, const Noise& noise);
+  // A draw in proportion to the logits' weights, by the Gumbel-max trick: the token with the largest sum of scaled logit and
+  // noise, of equal ones the lowest. `tokens` are those of the logits, in any order, or null if they are the vocabulary.
+  int32_t (*draw)(const float* logits, const int32_t* tokens, int64_t count, const Scale& scale, const Noise& noise);
 };
 
 // The variant in use.

@@ -124,6 +124,21 @@ def test_logits_that_are_not_finite_cost_no_other_row_anything(variant, bad, voc
         np.testing.assert_array_equal(tokens(one), tokens(without))
 
 
+def test_of_fewer_tokens_than_asked_for_all_are_told(variant):
+    logits = np.full((1, 40), -np.inf, np.float32)
+    logits[0, [9, 3]] = 0.0
+    found, _ = sample(logits, with_seeds(1, 40, top_logprobs=20), np.zeros(1, np.int32), everything(1, 40))
+    assert found.top_tokens[0, :2].tolist() == [3, 9]
+    np.testing.assert_allclose(found.top_logprobs[0], [np.log(0.5)] * 2 + [-np.inf] * 18, rtol=1e-6)
+
+
+@pytest.mark.parametrize("level", [0.0, 1e4, -1e30])
+def test_logprobs_do_not_depend_on_the_level_of_the_logits(variant, level):
+    logits = np.full((1, 64), level, np.float32)
+    found, _ = sample(logits, with_seeds(1, 64, top_logprobs=1), np.zeros(1, np.int32), everything(1, 64))
+    np.testing.assert_allclose([found.logprob[0], found.top_logprobs[0, 0]], -np.log(64), rtol=1e-6)
+
+
 def test_a_constraint_that_forbids_everything_still_gives_a_token(variant):
     state = with_seeds(3, 40, top_p=0.5)
     found, _ = sample(np.ones((3, 40), np.float32), state, np.arange(3, dtype=np.int32), np.zeros((3, 2), np.uint32))
