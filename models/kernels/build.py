@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax.ffi
@@ -115,8 +116,9 @@ def build(extra: Sequence[str] = ()) -> Path:
         ]
         include = ["-isystem", jax.ffi.include_dir()]
         jobs.append(([*command, *FLAGS, *least, *include], SOURCES / "ffi.cc", scratch / "ffi.o"))
-        for start, source, made in jobs:
-            _run([*start, *extra, "-c", str(source), "-o", str(made)])
+        commands = [[*start, *extra, "-c", str(source), "-o", str(made)] for start, source, made in jobs]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, commands))
         library = scratch / target.name
         objects = [str(made) for _, _, made in jobs]
         _run([*command, "-shared", "-pthread", *least, *extra, *objects, "-o", str(library)])

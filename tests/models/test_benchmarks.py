@@ -58,19 +58,28 @@ CHOICES = {
     "top_k_top_p": SamplingParams(temperature=0.7, top_p=0.9, top_k=40, seed=0),
     "temperature": SamplingParams(temperature=0.7, seed=0),
 }
-choose = jax.jit(sample)
+choose = jax.jit(sample, donate_argnums=1)
 
 
+@pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("choice", CHOICES)
-def test_sampling(benchmark: BenchmarkFixture, choice: str):
-    logits = jnp.asarray(np.random.default_rng(0).standard_normal((1, QWEN_VOCABULARY), np.float32))
-    state = jax.device_put(start_sampling([(CHOICES[choice], np.zeros(0, np.int32))], QWEN_VOCABULARY))
-    slots, allowed = jax.device_put((np.zeros(1, np.int32), everything(1, QWEN_VOCABULARY)))
-    expected, _ = choose(logits, state, slots, allowed)
-    sampled, _ = benchmark(lambda: jax.block_until_ready(choose(logits, state, slots, allowed)))
-    assert sampled.token[0] == expected.token[0]
+def test_sampling(benchmark: BenchmarkFixture, choice: str, rows: int):
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((rows, QWEN_VOCABULARY), np.float32))
+    begun = start_sampling([(CHOICES[choice], np.zeros(0, np.int32))] * rows, QWEN_VOCABULARY)
+    slots, allowed = jax.device_put((np.arange(rows, dtype=np.int32), everything(rows, QWEN_VOCABULARY)))
+    state = jax.tree.map(jnp.array, begun)
+
+    def step() -> np.ndarray:
+        nonlocal state
+        sampled, state = choose(logits, state, slots, allowed)
+        return np.asarray(sampled.token)
+
+    first = step()
+    tokens = benchmark(step)
     best = {"greedy": 1, "top_k_top_p": 40, "temperature": QWEN_VOCABULARY}[choice]
-    assert sampled.token[0] in np.argsort(-np.asarray(logits[0]), kind="stable")[:best]
+    order = np.argsort(-np.asarray(logits), axis=-1, kind="stable")[:, :best]
+    for found in (first, tokens):
+        assert all(token in allowed for token, allowed in zip(found, order, strict=True))
 
 
 def test_text_to_tokens_and_back(benchmark: BenchmarkFixture):
