@@ -174,17 +174,16 @@ struct Sampling {
   Choices choices;
 };
 
-// The logits that a row chooses by: those of the model, or what penalties, bias and constraint make of them, until this
-// thread's next call. Their memory is its own, because `scratch` may be in use by the call that waits for this one.
+// The logits that a row chooses by: those of the model, or what penalties, bias and constraint make of them; those are in
+// this thread's scratch memory until it chooses for the next row.
 inline const float* adjusted_logits(const Sampling& call, int64_t row, int64_t slot) {
-  thread_local Scratch room;
   const SamplingState& state = call.state;
   const float* own = call.logits + row * call.vocab;
   const uint32_t* allowed = call.allowed + row * call.words;
   const bool constrained = std::any_of(allowed, allowed + call.words, [](uint32_t word) { return word != 0xffffffffu; });
   if (!state.adjusted[slot] && !constrained) return own;
-  room.reserve(Scratch::room(call.vocab * sizeof(float)));
-  float* adjusted = room.take<float>(call.vocab);
+  scratch.reserve(Scratch::room(call.vocab * sizeof(float)));
+  float* adjusted = scratch.take<float>(call.vocab);
   if (state.adjusted[slot]) {
     const int64_t first = slot * call.vocab;
     variant().penalise(own, call.vocab,
