@@ -73,6 +73,14 @@ struct Check {
 
   const int32_t* integers(const char* name, const ffi::AnyBuffer& buffer) { return numbers<int32_t>(name, buffer); }
 
+  // The slots of rows; a negative one stands for none. This is asked in every call, so the words are made on a fault only.
+  void slots(const int32_t* slots, int64_t rows, int64_t count) {
+    for (int64_t row = 0; row < rows && !failed(); ++row)
+      if (slots[row] >= count)
+        fault = "slots: row " + std::to_string(row) + " wants slot " + std::to_string(slots[row]) + " of " +
+                std::to_string(count);
+  }
+
   void that(bool holds, const std::string& otherwise) {
     if (fault.empty() && !holds) fault = otherwise;
   }

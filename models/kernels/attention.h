@@ -195,11 +195,10 @@ inline ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::A
   const Cache cached_keys = read_cache(check, 0, "cached keys", wanted, cache, changed);
   const Cache cached_values = read_cache(check, 1, "cached values", wanted, cache, changed);
   check.that(cached_keys.type == cached_values.type, "cached values have another dtype than cached keys");
+  check.slots(slot_of, batch, all_slots);
   for (int64_t row = 0; row < batch && !check.failed(); ++row) {
-    const int64_t begun = held_by[row], slot = slot_of[row];
-    if (slot < 0) continue;
-    check.that(slot < all_slots, "slots: row " + std::to_string(row) + " wants slot " + std::to_string(slot) + " of " +
-                                     std::to_string(all_slots));
+    const int64_t begun = held_by[row];
+    if (slot_of[row] < 0) continue;
     check.that(begun >= 0 && begun + length <= capacity,
                "first: row " + std::to_string(row) + " holds " + std::to_string(begun) + " tokens and gets " +
                    std::to_string(length) + ", capacity is " + std::to_string(capacity));

@@ -322,9 +322,7 @@ inline ffi::Error sample(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Re
   call.choices = read_choices(found, batch, top);
   check.that(found.next<int32_t>("counts", {slots, vocab}) == call.state.counts, "counts should be changed in place");
   check.that(found.next<int32_t>("step", {slots}) == call.state.step, "step should be changed in place");
-  for (int64_t row = 0; row < batch && !check.failed(); ++row)
-    check.that(call.slots[row] < slots, "slots: row " + std::to_string(row) + " wants slot " +
-                                            std::to_string(call.slots[row]) + " of " + std::to_string(slots));
+  check.slots(call.slots, batch, slots);
   if (check.failed()) return check.error();
   parallel_for(pool, batch, [&](int64_t row) { choose(call, row); });
   // Rows may share a slot, so what they add is added when all have chosen.

@@ -591,10 +591,9 @@ void attend(CacheType type, const Span& span) {
 
 // Sampling. `larger(v, most)` keeps `most` where v is not a number.
 
-// Numbers from `i` on, zeros behind the last.
+// Numbers from `i` on, and behind the last what `lanes` has there.
 template <typename Vector, typename T>
-inline Vector some(const T* from, int64_t i, int64_t count) {
-  Vector lanes = {};
+inline Vector some(const T* from, int64_t i, int64_t count, Vector lanes = Vector{}) {
   if (i + kLanes <= count) {
     memcpy(&lanes, from + i, sizeof lanes);
   } else {
@@ -613,10 +612,7 @@ inline void store_some(float* to, int64_t i, int64_t count, Lanes lanes) {
 
 // The logits from `start` on, minus infinity behind the last.
 inline Lanes load_some(const float* logits, int64_t start, int64_t count) {
-  if (start + kLanes <= count) return load(logits + start);
-  Lanes lanes = all(kForbidden);
-  for (int64_t k = 0; start + k < count; ++k) lanes[k] = logits[start + k];
-  return lanes;
+  return some<Lanes>(logits, start, count, all(kForbidden));
 }
 
 constexpr WordLanes kFirstPlaces = {0, 1, 2, 3, 4, 5, 6, 7};
@@ -666,8 +662,7 @@ double weigh(const float* logits, int64_t count, const Scale& scale, float* weig
     for (int64_t i = start; i < end; i += kLanes) {
       const Lanes powers = exp_of(scaled(load_some(logits, i, count), scale));
       totals += powers;
-      if (weights == nullptr) continue;
-      store_some(weights, i, count, powers);
+      if (weights != nullptr) store_some(weights, i, count, powers);
     }
     total += sum(totals);
   }

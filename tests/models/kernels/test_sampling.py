@@ -56,7 +56,7 @@ def logits_like(random, shape, kind):
 @pytest.mark.parametrize("kind", ["sure", "flat", "tied", "equal"])
 @pytest.mark.parametrize("vocab", [20, 61, 300, 5000, 40_000])
 def test_choices_equal_the_reference(variant, vocab, kind):
-    """Small vocabularies, and such where the best tokens are looked for in several rounds; half of the rows have a
+    """Small vocabularies, and such where the filters leave more than the best few tokens; half of the rows have a
     constraint, every fifth belongs to no slot."""
     random = np.random.default_rng([vocab, len(kind)])
     state = sequences(random, vocab)
