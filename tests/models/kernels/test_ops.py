@@ -52,11 +52,11 @@ def close(found, wanted, tolerance: float = 2e-6) -> None:
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 @pytest.mark.parametrize("rows", [1, 3, 4, 9])
 def test_matmul_equals_the_reference(variant, format, outputs, inputs, rows):
-    random = np.random.default_rng([outputs, inputs, rows])
+    random = np.random.default_rng([outputs, inputs])
     weight = random_weight(random, format, outputs, inputs)
-    x = random_rows(random, rows, inputs)
-    [found] = matmul(x, [weight], [outputs])
-    close(found, expected_product(x, *weight, outputs))
+    x = random_rows(random, 9, inputs)  # the reference is compiled for all of them alone
+    [found] = matmul(x[:rows], [weight], [outputs])
+    close(found, expected_product(x, *weight, outputs)[:rows])
 
 
 @pytest.mark.parametrize("format", FORMATS)
