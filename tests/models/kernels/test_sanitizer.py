@@ -10,7 +10,7 @@ import pytest
 
 from models.kernels.build import build, compiler
 
-FLAGS = ("-fsanitize=address", "-fno-omit-frame-pointer", "-g1", "-O1")
+FLAGS = ("-fsanitize=address", "-fno-omit-frame-pointer", "-g1", "-O0")
 
 
 def preloaded() -> str | None:
