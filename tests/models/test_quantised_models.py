@@ -1,5 +1,6 @@
 """Models with quantised weights: quantised while loading or converted before, against each other and against floats."""
 
+import functools
 import json
 import re
 import shutil
@@ -39,6 +40,18 @@ def answers(model: models.LoadedModel, questions: tuple[str, ...] = QUESTIONS) -
     if model.config.vision is not None:
         told.append("".join(step.text for step in model.generate(PICTURE_QUESTION, images=[EXAMPLE.draw()])))
     return told
+
+
+@functools.cache
+def loaded(name: str, quant: str | None = None) -> models.LoadedModel:
+    """A model of this repository, opened and compiled once for all tests."""
+    return models.load(name, quant=quant)
+
+
+@functools.cache
+def float_answers(name: str, questions: tuple[str, ...] = QUESTIONS) -> list[str]:
+    """What a model answers with the weights that it has."""
+    return answers(loaded(name), questions)
 
 
 @pytest.fixture(scope="module", params=["tiny-vl", "tiny-moe"])
@@ -108,24 +121,24 @@ def test_a_converted_tensor_of_another_type_is_named(converted, tmp_path):
 @pytest.mark.parametrize("name", ["tiny-vl", "tiny-moe"])
 @pytest.mark.parametrize("quant", ["q8", "q4-head-q8"])
 def test_the_default_models_answer_the_same_quantised(name, quant):
-    assert answers(models.load(name, quant=quant)) == answers(models.load(name))
+    assert answers(loaded(name, quant)) == float_answers(name)
 
 
 @pytest.mark.parametrize("name", ["tiny-vl", "tiny-moe"])
 def test_the_default_models_answer_clear_questions_the_same_in_four_bits(name):
-    quantised, floats = (answers(models.load(name, quant=quant), CLEAR_QUESTIONS) for quant in ("q4", None))
-    assert quantised == floats
+    quantised = answers(loaded(name, "q4"), CLEAR_QUESTIONS)
+    assert quantised == float_answers(name, CLEAR_QUESTIONS)
     assert all(quantised)
 
 
 @pytest.mark.parametrize("kv", ["bfloat16", "int8"])
 def test_a_narrow_cache_gives_the_same_answers(kv):
-    assert answers(models.load("tiny-moe", kv=kv)) == answers(models.load("tiny-moe"))
+    assert answers(models.load("tiny-moe", kv=kv)) == float_answers("tiny-moe")
 
 
 @pytest.mark.parametrize("quant", ["q4", "q4-head-q8", "q8"])
 def test_every_part_has_the_format_of_its_scheme(quant):
-    network = models.load("tiny-vl", quant=quant).inference.network
+    network = loaded("tiny-vl", quant).inference.network
     bytes_of = {"q4": np.uint8, "q8": np.int8}
     for path, module in nnx.iter_modules(network):
         name = ".".join(map(str, path))
@@ -143,7 +156,7 @@ def test_every_part_has_the_format_of_its_scheme(quant):
 
 
 def test_routers_stay_floats():
-    network = models.load("tiny-moe", quant="q4").inference.network
+    network = loaded("tiny-moe", "q4").inference.network
     for layer in network.layers:
         assert layer.mlp.gate.weight.get_value().dtype == np.float32
         assert layer.mlp.experts.row_by_row
