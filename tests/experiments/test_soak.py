@@ -18,7 +18,7 @@ ANSWERS = ("table.md", "plot.svg", "plot.png", "environment.json", "server.json"
 
 def test_a_short_soak_loses_and_mixes_nothing(tmp_path, capsys):
     # With this seed, the first requests of the clients come to all four outcomes, however few requests there are.
-    found = soak.main(["--quick", "--seed", "4", "--out", str(tmp_path)])
+    found = soak.main(["--quick", "--minutes", "0.12", "--seed", "4", "--out", str(tmp_path)])
     assert not [record for record in found.records if record.outcome == "lost" or record.mixed]
     assert {record.outcome for record in found.records} >= {"answered", "refused", "left", "cut off"}
     rows = {}
