@@ -15,7 +15,7 @@ install_import_hook(
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def unoptimised() -> Iterator[None]:
     """XLA compiles in half the time what a test runs only now and then, and where roundings do not matter to it."""
     jax.config.update("jax_disable_most_optimizations", True)

@@ -54,7 +54,7 @@ TASKS = {"tiny-vl": "picture: yes or no", "tiny-moe": "arithmetic"}
 SEED = 9  # with it the first batch of every phase has the same shape, and one step is compiled for all
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def steps_are_compiled_once(unoptimised: None) -> None:
     """Tests train in the same few shapes, so that the later ones find their steps in the cache on disk."""
     enable_persistent_cache()

@@ -35,6 +35,7 @@ def test_logits_and_greedy_tokens_equal_transformers(case):
     assert result.equal_tokens == result.tokens == 48
 
 
+@pytest.mark.usefixtures("unoptimised")
 @pytest.mark.parametrize("control", CONTROLS)
 def test_a_detail_got_wrong_is_noticed(control):
     case = control_cases(control)[0]  # experiments/parity.py tries them all
