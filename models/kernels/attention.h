@@ -100,18 +100,21 @@ inline void take_token(const Layer& layer, int64_t row, int64_t place, float sca
 // Attention of the queries of one key/value head, `count` of them, to its first `visible` positions.
 inline void attend_head(const Layer& layer, int64_t row, int64_t kv_head, int64_t visible, const float* queries, float* y) {
   const int64_t size = layer.fresh.head_dim, count = layer.fresh.group(), spans = (visible + kSpan - 1) / kSpan;
+  const int64_t shorts = 2 * ((size + 15) / 16 * 16);
   thread_local Scratch partial;
-  partial.reserve(2 * Scratch::room(spans * count * sizeof(float)) + Scratch::room(spans * count * size * sizeof(float)));
+  partial.reserve(2 * Scratch::room(spans * count * sizeof(float)) + Scratch::room(spans * count * size * sizeof(float)) +
+                  Scratch::room(shorts * sizeof(int16_t)));
   float* largest = partial.take<float>(spans * count);
   float* totals = partial.take<float>(spans * count);
   float* mixed = partial.take<float>(spans * count * size);
+  int16_t* rounded_queries = partial.take<int16_t>(shorts);
   for (int64_t span = 0; span < spans; ++span) {
     const int64_t start = span * kSpan, line = layer.line(row, kv_head, start), at = span * count;
     const char *keys = layer.keys.at(line, size), *ahead = span + 1 < spans ? layer.keys.at(line + kSpan, size) : keys;
     variant().attend(layer.keys.type, {queries, count, size, keys, layer.values.at(line, size),
                                        layer.keys.scales_at(line), layer.values.scales_at(line),
-                                       std::min(kSpan, visible - start), ahead, largest + at, totals + at,
-                                       mixed + at * size});
+                                       std::min(kSpan, visible - start), rounded_queries, ahead, largest + at,
+                                       totals + at, mixed + at * size});
   }
   for (int64_t query = 0; query < count; ++query) {
     float* out = y + query * size;

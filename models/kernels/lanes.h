@@ -18,6 +18,7 @@ constexpr int kLanes = 8;
 typedef float Lanes __attribute__((vector_size(32)));
 typedef int32_t IntLanes __attribute__((vector_size(32)));
 typedef int8_t ByteLanes __attribute__((vector_size(8)));
+typedef int16_t ShortLanes __attribute__((vector_size(16)));
 typedef uint16_t HalfLanes __attribute__((vector_size(16)));
 typedef uint32_t WordLanes __attribute__((vector_size(32)));
 
@@ -31,14 +32,24 @@ inline Lanes load(const float* from) {
 
 inline void store(float* to, Lanes lanes) { memcpy(to, &lanes, sizeof lanes); }
 
-inline Lanes load(const int8_t* from) {
-  ByteLanes bytes;
-  memcpy(&bytes, from, sizeof bytes);
-#if defined(__AVX2__)
-  return (Lanes)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)bytes)));
-#else
-  return __builtin_convertvector(__builtin_convertvector(bytes, IntLanes), Lanes);
-#endif
+// Numbers from `i` on, and behind the last what `lanes` has there.
+template <typename Vector, typename T>
+inline Vector some(const T* from, int64_t i, int64_t count, Vector lanes = Vector{}) {
+  if (i + kLanes <= count) {
+    memcpy(&lanes, from + i, sizeof lanes);
+  } else {
+    memcpy(&lanes, from + i, (count - i) * sizeof(T));
+  }
+  return lanes;
+}
+
+template <typename Vector, typename T>
+inline void store_some(T* to, int64_t i, int64_t count, Vector lanes) {
+  if (i + kLanes <= count) {
+    memcpy(to + i, &lanes, sizeof lanes);
+  } else {
+    memcpy(to + i, &lanes, (count - i) * sizeof(T));
+  }
 }
 
 struct BFloat16 {
@@ -52,7 +63,7 @@ inline Lanes load(const BFloat16* from) {
 }
 
 inline float value_of(float value) { return value; }
-inline float value_of(int8_t value) { return value; }
+inline int32_t value_of(int8_t value) { return value; }
 inline float value_of(BFloat16 value) {
   uint32_t bits = (uint32_t)value.bits << 16;
   float wide;
@@ -79,7 +90,10 @@ inline Lanes fma(Lanes a, Lanes b, Lanes c) {
 
 inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
 
-inline float sum(Lanes v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
+template <typename Vector>
+inline auto sum(Vector v) {
+  return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+}
 
 inline float largest(Lanes v) {
   float found = v[0];

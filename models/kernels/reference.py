@@ -172,7 +172,8 @@ def attention(
 ) -> Float[Array, "batch length width"]:
     """Attention of query `i` of a row to its positions `0 .. first + i`; float32, scale `head_dim ** -0.5`.
 
-    `scales` are those of the keys and values of an int8 cache, else none.
+    `scales` are those of the keys and values of an int8 cache, else none. The kernels round what they multiply an int8
+    cache by to 16 bits (`Variant::attend`), which is not done here.
     """
     batch, length, heads, head_dim = queries.shape
     keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)

@@ -4,6 +4,8 @@
 #include "variant.h"
 
 #include "lanes.h"
+#include "spans.h"
+#include "steps.h"
 
 namespace {
 
@@ -12,31 +14,21 @@ using kestrel::Format;
 using kestrel::kBlock;
 using kestrel::kForbidden;
 using kestrel::kGroup;
-using kestrel::kSpan;
 using kestrel::kStretch;
 using kestrel::Largest;
 using kestrel::Noise;
 using kestrel::Penalties;
 using kestrel::Row;
 using kestrel::Scale;
-using kestrel::Span;
 
 // Quantising activations
 
 void quantise(const float* row, int64_t groups, int8_t* values, float* scales, int32_t* sums) {
   for (int64_t group = 0; group < groups; ++group, row += kGroup, values += kGroup) {
-    Lanes most = all(0.0f), finite = all(0.0f);
-    for (int64_t i = 0; i < kGroup; i += kLanes) {
-      const Lanes v = load(row + i);
-      most = larger(most, larger(v, -v));
-      finite += v * all(0.0f);  // not a number if v is infinite or not a number
-    }
-    const float amount = largest(most), check = sum(finite);
-    const float inverse = amount > 1.2e-36f && check == 0.0f ? 127.0f / amount : 0.0f;
+    const Steps steps = steps_of(row, kGroup, 127.0f);
     IntLanes total = {};
     for (int64_t i = 0; i < kGroup; i += kLanes) {
-      const Lanes scaled = inverse == 0.0f ? all(0.0f) : rounded(load(row + i) * all(inverse));
-      const IntLanes whole = __builtin_convertvector(scaled, IntLanes);
+      const IntLanes whole = counted(load(row + i), steps);
       const ByteLanes bytes = __builtin_convertvector(whole, ByteLanes);
       memcpy(values + i, &bytes, sizeof bytes);
       total += whole;
@@ -44,7 +36,7 @@ void quantise(const float* row, int64_t groups, int8_t* values, float* scales, i
     int32_t whole_sum = 0;
     for (int lane = 0; lane < kLanes; ++lane) whole_sum += total[lane];
     sums[group] = whole_sum;
-    scales[group] = check == 0.0f ? (inverse == 0.0f ? 0.0f : amount / 127.0f) : check;
+    scales[group] = steps.size;
   }
 }
 
@@ -103,22 +95,13 @@ void turn(const float* head, const float* weight, float eps, const float* cos, c
 
 // Writing the cache
 
-inline float magnitude(float value) { return value < 0.0f ? -value : value; }
-
 void keep_int8(const float* head, int64_t size, int8_t* to, float* scale) {
-  Lanes most = all(0.0f);
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) most = larger(most, larger(load(head + i), -load(head + i)));
-  float amount = largest(most);
-  for (; i < size; ++i) amount = magnitude(head[i]) > amount ? magnitude(head[i]) : amount;
-  *scale = amount / 127.0f;
-  const float inverse = amount > 0.0f ? 127.0f / amount : 0.0f;
-  for (i = 0; i + kLanes <= size; i += kLanes) {
-    const ByteLanes bytes = __builtin_convertvector(
-        __builtin_convertvector(rounded(load(head + i) * all(inverse)), IntLanes), ByteLanes);
-    memcpy(to + i, &bytes, sizeof bytes);
+  const Steps steps = steps_of(head, size, 127.0f);
+  *scale = steps.size;
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const ByteLanes bytes = __builtin_convertvector(counted(some<Lanes>(head, i, size), steps), ByteLanes);
+    store_some(to, i, size, bytes);
   }
-  for (; i < size; ++i) to[i] = (int8_t)((head[i] * inverse + kRounder) - kRounder);
 }
 
 // Rounds to the nearest, ties to even; what is not a number stays so.
@@ -436,179 +419,7 @@ void multiply(Format format, const void* block, const uint16_t* scales, int64_t 
   }
 }
 
-// Attention
-
-// The sums of eight vectors' lanes, each in the order of `sum`.
-inline Lanes sums_of(const Lanes* v) {
-#if defined(__AVX2__)
-  // Lanes 0 + 4, 1 + 5, 2 + 6, 3 + 7 of each vector, two vectors to a register.
-  __m256 folded[4];
-  for (int i = 0; i < 4; ++i) {
-    const __m256 first = (__m256)v[i], second = (__m256)v[i + 4];
-    folded[i] = _mm256_add_ps(_mm256_permute2f128_ps(first, second, 0x20), _mm256_permute2f128_ps(first, second, 0x31));
-  }
-  // Then (0 + 2) + (1 + 3): even and odd lanes are brought side by side before each addition.
-  __m256 pairs[2];
-  for (int i = 0; i < 2; ++i) {
-    const __m256 low = _mm256_unpacklo_ps(folded[i], folded[i + 2]), high = _mm256_unpackhi_ps(folded[i], folded[i + 2]);
-    pairs[i] = _mm256_add_ps(low, high);  // of vectors i and i + 2: 0 + 2, then 1 + 3
-  }
-  const __m256 low = _mm256_unpacklo_ps(pairs[0], pairs[1]), high = _mm256_unpackhi_ps(pairs[0], pairs[1]);
-  return (Lanes)_mm256_add_ps(low, high);
-#else
-  Lanes found;
-  for (int i = 0; i < kLanes; ++i) found[i] = sum(v[i]);
-  return found;
-#endif
-}
-
-// The products of kQueries queries with kKeys keys, still in lanes, those of a query kLanes apart. A part of a query is
-// loaded once for all keys.
-template <int kQueries, int kKeys, typename T>
-inline void compare(const float* queries, const T* const* keys, int64_t size, Lanes* found) {
-  Lanes totals[kQueries][kKeys];
-  for (int q = 0; q < kQueries; ++q)
-    for (int k = 0; k < kKeys; ++k) totals[q][k] = all(0.0f);
-  for (int64_t i = 0; i + kLanes <= size; i += kLanes)
-    for (int k = 0; k < kKeys; ++k) {
-      const Lanes values = load(keys[k] + i);
-      for (int q = 0; q < kQueries; ++q) totals[q][k] = fma(load(queries + q * size + i), values, totals[q][k]);
-    }
-  for (int q = 0; q < kQueries; ++q)
-    for (int k = 0; k < kKeys; ++k) found[q * kLanes + k] = totals[q][k];
-}
-
-// The scores of kQueries queries with the eight keys from `start` on, lane by lane; behind the last one, its score again.
-template <int kQueries, typename T>
-inline void score_keys(const float* queries, const T* keys, int64_t start, int64_t positions, int64_t size,
-                       Lanes* scores) {
-  constexpr int kKeys = 4;  // with two queries, as many sums as registers hold beside what is loaded
-  const T* key[kLanes];
-  Lanes totals[kQueries * kLanes];
-  for (int k = 0; k < kLanes; ++k) key[k] = keys + (start + k < positions ? start + k : positions - 1) * size;
-  for (int k = 0; k < kLanes; k += kKeys) compare<kQueries, kKeys>(queries, key + k, size, totals + k);
-  for (int q = 0; q < kQueries; ++q) {
-    scores[q] = sums_of(totals + q * kLanes);
-    for (int64_t i = size / kLanes * kLanes; i < size; ++i)
-      for (int k = 0; k < kLanes; ++k) scores[q][k] += queries[q * size + i] * value_of(key[k][i]);
-  }
-}
-
-// mixed += weights . values for kQueries queries and kWide times eight columns, kept in registers. `ahead` is on its way
-// to the cache meanwhile, as many bytes as are read of the values.
-template <int kQueries, int kWide, typename T>
-inline void mix_columns(const float* weights, const T* values, int64_t positions, int64_t size, const T* ahead,
-                        float* mixed) {
-  Lanes totals[kQueries][kWide];
-  for (int q = 0; q < kQueries; ++q)
-    for (int i = 0; i < kWide; ++i) totals[q][i] = all(0.0f);
-  for (int64_t position = 0; position < positions; ++position, values += size, ahead += kWide * kLanes) {
-    for (int i = 0; i < kWide * kLanes * (int)sizeof(T); i += 64) __builtin_prefetch((const char*)ahead + i, 0, 2);
-    for (int i = 0; i < kWide; ++i) {
-      const Lanes column = load(values + i * kLanes);
-      for (int q = 0; q < kQueries; ++q)
-        totals[q][i] = fma(all(weights[q * kSpan + position]), column, totals[q][i]);
-    }
-  }
-  for (int q = 0; q < kQueries; ++q)
-    for (int i = 0; i < kWide; ++i) store(mixed + q * size + i * kLanes, totals[q][i]);
-}
-
-template <int kQueries, typename T>
-inline void mix(const float* weights, const T* values, int64_t positions, int64_t size, const T* ahead, float* mixed) {
-  constexpr int kWide = 4;
-  int64_t column = 0;
-  for (; column + kWide * kLanes <= size; column += kWide * kLanes)
-    mix_columns<kQueries, kWide>(weights, values + column, positions, size, ahead + column * positions, mixed + column);
-  for (; column + kLanes <= size; column += kLanes)
-    mix_columns<kQueries, 1>(weights, values + column, positions, size, ahead + column * positions, mixed + column);
-  for (; column < size; ++column)
-    for (int q = 0; q < kQueries; ++q) {
-      float total = 0.0f;
-      for (int64_t position = 0; position < positions; ++position)
-        total += weights[q * kSpan + position] * value_of(values[position * size + column]);
-      mixed[q * size + column] = total;
-    }
-}
-
-// Turns the scores of one query, in whole lanes, into e^(score - largest), 0 behind the last position.
-inline void soften(float* scores, int64_t positions, float* most, float* total) {
-  Lanes found = load(scores);
-  for (int64_t i = kLanes; i < positions; i += kLanes) found = larger(found, load(scores + i));
-  *most = largest(found);
-  Lanes totals = all(0.0f);
-  for (int64_t i = 0; i < positions; i += kLanes) {
-    Lanes powers = exp_of(load(scores + i) - all(*most));
-    for (int64_t k = positions - i; k < kLanes; ++k) powers[k] = 0.0f;
-    store(scores + i, powers);
-    totals += powers;
-  }
-  *total = sum(totals);
-}
-
-// Scales one score per position, and those that repeat the last one like it.
-inline void scale_by(float* scores, const float* scales, int64_t positions) {
-  int64_t i = 0;
-  for (; i + kLanes <= positions; i += kLanes) store(scores + i, load(scores + i) * load(scales + i));
-  for (int64_t k = i; k < i + kLanes && i < positions; ++k)
-    scores[k] *= scales[k < positions ? k : positions - 1];
-}
-
-template <int kQueries, typename T>
-void attend_queries(const Span& span, int64_t first) {
-  const float* queries = span.queries + first * span.head_dim;
-  alignas(32) float scores[kQueries][kSpan];
-  const int64_t eight_rows = kLanes * span.head_dim * (int64_t)sizeof(T);
-  for (int64_t start = 0; start < span.positions; start += kLanes) {
-    // The values are on their way while keys are being compared.
-    const char* values = (const char*)span.values + start / kLanes * eight_rows;
-    for (int64_t line = 0; line < eight_rows; line += 64) __builtin_prefetch(values + line, 0, 2);
-    Lanes found[kQueries];
-    score_keys<kQueries>(queries, (const T*)span.keys, start, span.positions, span.head_dim, found);
-    for (int q = 0; q < kQueries; ++q) store(scores[q] + start, found[q]);
-  }
-  for (int q = 0; q < kQueries; ++q) {
-    if (span.key_scales) scale_by(scores[q], span.key_scales, span.positions);
-    soften(scores[q], span.positions, span.largest + first + q, span.total + first + q);
-    if (span.value_scales) scale_by(scores[q], span.value_scales, span.positions);
-  }
-  mix<kQueries>(scores[0], (const T*)span.values, span.positions, span.head_dim, (const T*)span.ahead,
-                span.mixed + first * span.head_dim);
-}
-
-template <typename T>
-void attend_typed(const Span& span) {
-  int64_t query = 0;
-  for (; query + 2 <= span.count; query += 2) attend_queries<2, T>(span, query);
-  if (query < span.count) attend_queries<1, T>(span, query);
-}
-
-void attend(CacheType type, const Span& span) {
-  if (type == CacheType::kFloat32) return attend_typed<float>(span);
-  if (type == CacheType::kBFloat16) return attend_typed<BFloat16>(span);
-  attend_typed<int8_t>(span);
-}
-
 // Sampling. `larger(v, most)` keeps `most` where v is not a number.
-
-// Numbers from `i` on, and behind the last what `lanes` has there.
-template <typename Vector, typename T>
-inline Vector some(const T* from, int64_t i, int64_t count, Vector lanes = Vector{}) {
-  if (i + kLanes <= count) {
-    memcpy(&lanes, from + i, sizeof lanes);
-  } else {
-    memcpy(&lanes, from + i, (count - i) * sizeof(T));
-  }
-  return lanes;
-}
-
-inline void store_some(float* to, int64_t i, int64_t count, Lanes lanes) {
-  if (i + kLanes <= count) {
-    store(to + i, lanes);
-  } else {
-    memcpy(to + i, &lanes, (count - i) * sizeof(float));
-  }
-}
 
 // The logits from `start` on, minus infinity behind the last.
 inline Lanes load_some(const float* logits, int64_t start, int64_t count) {

@@ -37,6 +37,7 @@ struct Span {
   const float* key_scales;
   const float* value_scales;
   int64_t positions;
+  int16_t* shorts;    // if the cache is int8, room for two queries of head_dim numbers, filled up to a multiple of 16
   const void* ahead;  // keys that are compared next, fetched while values are mixed
   float* largest;  // [queries]: the largest score
   float* total;    // [queries]: the sum of e^(score - largest)
@@ -88,7 +89,7 @@ struct Variant {
   void (*turn)(const float* head, const float* weight, float eps, const float* cos, const float* sin, int64_t size,
                float* out);
 
-  // Writes one head into a cache; int8 as round(head / scale), ties to even, scale = max|head| / 127.
+  // Writes one head into a cache; int8 as `quantise` does, with one scale.
   void (*keep)(CacheType type, const float* head, int64_t size, void* to, float* scale);
 
   // out[tile][8] = one block of weights times up to kTile rows, in an order that does not depend on the number of rows.
@@ -97,7 +98,8 @@ struct Variant {
   void (*multiply)(Format format, const void* block, const uint16_t* scales, int64_t inputs, int64_t height,
                    const Row* rows, int64_t tile, float* out);
 
-  // Attention of a span's queries to its positions, in the order of the positions.
+  // Attention of a span's queries to its positions, in the order of the positions. What an int8 cache is multiplied by is
+  // rounded to 16 bits: a query by its largest number, the weights of a span, with the values' scales, by the largest one.
   void (*attend)(CacheType type, const Span& span);
 
   Largest (*find_largest)(const float* logits, int64_t count);

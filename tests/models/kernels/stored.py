@@ -4,6 +4,8 @@ They are the same on every machine: what is not whole numbers is computed in flo
 machine's libraries do not matter, and then rounded.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -38,3 +40,16 @@ def random_cache(random: np.random.Generator, dtype: str, shape: tuple[int, ...]
         scales = [random.uniform(0.005, 0.02, shape[:-1]).astype(np.float32) for _ in range(2)]
         return LayerCache(*numbers, tuple(scales))
     return LayerCache(*(random.standard_normal(shape).astype(jnp.dtype(dtype)) for _ in range(2)))
+
+
+def new_tokens(
+    random: np.random.Generator, batch: int, length: int, heads: int, kv_heads: int, head_dim: int
+) -> tuple[Any, ...]:
+    """Queries, keys, values, norms and rotation of new tokens."""
+    queries, keys, values = (
+        random_rows(random, batch, length, count, head_dim) for count in (heads, kv_heads, kv_heads)
+    )
+    norms = tuple((random.uniform(0.5, 2, head_dim).astype(np.float32), 1e-6) for _ in range(2))
+    angles = random.uniform(-3, 3, (batch, length, head_dim // 2))
+    rotation = (np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
+    return queries, keys, values, norms, rotation

@@ -10,7 +10,7 @@ import pytest
 from models.cache import CACHE_TYPES, LayerCache
 from models.kernels import ops, reference
 from tests.models.kernels.results import expected_from, in_numpy
-from tests.models.kernels.stored import FORMATS, random_cache, random_rows, random_weight
+from tests.models.kernels.stored import FORMATS, new_tokens, random_cache, random_rows, random_weight
 
 products, gated_mlp, experts = (in_numpy(function) for function in (ops.matmul, ops.gated_mlp, ops.experts))
 cached_attention, choose_experts = in_numpy(ops.cached_attention), in_numpy(ops.choose_experts)
@@ -223,17 +223,6 @@ def test_gates_of_any_size(variant):
     np.testing.assert_allclose(found, jax.nn.silu(gates) * gates, rtol=1e-6)
 
 
-def new_tokens(random, batch, length, heads, kv_heads, head_dim):
-    """Queries, keys, values, norms and rotation of new tokens."""
-    queries, keys, values = (
-        random_rows(random, batch, length, count, head_dim) for count in (heads, kv_heads, kv_heads)
-    )
-    norms = tuple((random.uniform(0.5, 2, head_dim).astype(np.float32), 1e-6) for _ in range(2))
-    angles = random.uniform(-3, 3, (batch, length, head_dim // 2))
-    rotation = (np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
-    return queries, keys, values, norms, rotation
-
-
 def attend(fresh, first, layer, slots=None, attention=cached_attention):
     """Attention of new tokens whose rows are in these slots, by default in those of the same number."""
     slots = range(len(first)) if slots is None else slots
@@ -252,6 +241,7 @@ def test_attention_equals_the_reference(variant, dtype, heads, kv_heads, head_di
     wanted, wanted_layer = attend(fresh, first, layer, slots, expected_attention)
     # A number that is stored narrow may be rounded to the other side.
     close(found, wanted, {"float32": 1e-5, "bfloat16": 2e-3, "int8": 4e-3}[dtype])
+    assert np.median(np.abs(found - wanted)) < 1e-4 * np.max(np.abs(wanted))
     step = {"float32": 2e-6, "bfloat16": 2.0**-7, "int8": 1.0}[dtype]
     for stored, expected in zip(jax.tree.leaves(found_layer), jax.tree.leaves(wanted_layer), strict=True):
         stored, expected = np.asarray(stored, np.float32), np.asarray(expected, np.float32)
@@ -327,6 +317,32 @@ def test_large_scores_do_not_overflow(variant):
     norms = (ops.no_norm(), ops.no_norm())
     found, _ = attend((queries, small, small, norms, still), np.array([299], np.int32), layer)
     np.testing.assert_array_equal(found, np.full((1, 1, 32), 3.0, np.float32))
+
+
+@pytest.mark.parametrize("head_dim", [128, 640])
+def test_the_largest_numbers_of_an_int8_cache_add_up(variant, head_dim):
+    sign = np.where(np.arange(300) % 3, 1, -1).astype(np.int8)[None, None, :, None]
+    numbers, scales = np.broadcast_to(127 * sign, (1, 1, 300, head_dim)), np.full((1, 1, 300), 1 / 127, np.float32)
+    layer = LayerCache(numbers.copy(), numbers.copy(), (scales, scales))
+    still = (ones(1, 1, head_dim // 2), zeros(1, 1, head_dim // 2))
+    queries, small = ones(1, 1, 2, head_dim), ones(1, 1, 1, head_dim)
+    fresh, first = (queries, small, small, (ops.no_norm(), ops.no_norm()), still), np.array([299], np.int32)
+    close(attend(fresh, first, layer)[0], attend(fresh, first, layer, attention=expected_attention)[0], 1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("spoilt", range(3))
+@pytest.mark.parametrize("dtype", CACHE_TYPES)
+def test_attention_of_what_is_not_finite_shows_in_its_own_row_alone(variant, dtype, spoilt, bad):
+    random = np.random.default_rng(24)
+    layer = random_cache(random, dtype, (2, 1, 300, 32))
+    *tokens, norms, rotation = new_tokens(random, 2, 1, 2, 1, 32)
+    first = np.array([270, 280], np.int32)
+    clean, _ = attend((*tokens, norms, rotation), first, layer)
+    tokens[spoilt][1, 0, 0, 5] = bad
+    found, _ = attend((*tokens, norms, rotation), first, layer)
+    np.testing.assert_array_equal(found[0], clean[0])
+    assert not np.isfinite(found[1]).all()
 
 
 def test_a_donated_cache_is_changed_in_place(variant):

@@ -1,4 +1,4 @@
-// Makes the AVX2 variant take the VNNI path, with the one instruction that it needs spelled out: so that the path is tested
+// Makes the AVX2 variant take the VNNI path, with the instructions that it needs spelled out: so that the path is tested
 // on processors without it.
 #pragma once
 
@@ -19,7 +19,12 @@ static inline __m256i spelled_out_dpbusd(__m256i sums, __m256i bytes, __m256i va
   return sums;
 }
 
+static inline __m256i spelled_out_dpwssd(__m256i sums, __m256i numbers, __m256i factors) {
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(numbers, factors));
+}
+
 #define _mm256_dpbusd_epi32 spelled_out_dpbusd
+#define _mm256_dpwssd_epi32 spelled_out_dpwssd
 #if !defined(__AVX512VNNI__)
 #define __AVX512VNNI__ 1
 #define __AVX512VL__ 1
