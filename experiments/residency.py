@@ -36,6 +36,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 import models
 from experiments.bench import ratios, spread
@@ -291,14 +292,17 @@ def plot(samples: Sequence[Sample], options: argparse.Namespace) -> Figure:
         memory.set(xlabel="weights resident in memory (MB)", title=model)
         memory.margins(x=0.15)
         milliseconds.set(xlabel="ms per token: each repeat, and the median", title=model, xscale="log")
+        milliseconds.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        milliseconds.xaxis.set_major_formatter(lambda value, _: short(value))
+        milliseconds.xaxis.set_minor_formatter(NullFormatter())
         milliseconds.grid(axis="x", which="both", lw=0.3)
         plot_published(memory, milliseconds, of(samples, model=model)[0]["shape"])
     return figure
 
 
 def plot_published(memory: Axes, milliseconds: Axes, shape: str) -> None:
-    """The documented values of a model of this shape, if there are any, told below the axes, where they hide "
-    "nothing."""
+    """The documented values of a model of this shape, if there are any, told below the axes, where they hide
+    nothing."""
     if shape not in PUBLISHED:
         return
     published = PUBLISHED[shape]
