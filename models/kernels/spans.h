@@ -227,6 +227,13 @@ inline void add_values(IntLanes (*totals)[kParts], const int8_t* const* values, 
 #endif
 #endif
 
+// Has numbers on their way from memory. Only few at a time, between other work: a core waits for a dozen cache lines at
+// most, and while it does, it cannot load from its second cache either.
+template <int kNumbers, typename T>
+inline void fetch(const T* numbers) {
+  for (int i = 0; i < kNumbers * (int)sizeof(T); i += 64) __builtin_prefetch((const char*)numbers + i, 0, 2);
+}
+
 // The sums of eight vectors' lanes, each in the order of `sum`.
 template <typename Vector>
 inline Vector sums_of(const Vector* v) {
@@ -250,13 +257,16 @@ inline Vector sums_of(const Vector* v) {
 }
 
 // The products of kQueries queries, `apart` from each other, with kKeys keys, still in lanes, those of a query kLanes apart. A
-// part of a query is loaded once for all keys.
+// part of a query is loaded once for all keys. As much as there is of the keys is fetched of `ahead`.
 template <int kQueries, int kKeys, typename T>
-inline void compare(const Factor<T>* queries, int64_t apart, const T* const* keys, int64_t size, Totals<T>* found) {
+inline void compare(const Factor<T>* queries, int64_t apart, const T* const* keys, int64_t size, const T* ahead,
+                    Totals<T>* found) {
   Totals<T> totals[kQueries][kKeys] = {};
-  for (int64_t i = 0; i + kAtOnce <= size; i += kAtOnce)
+  for (int64_t i = 0; i + kAtOnce <= size; i += kAtOnce) {
+    fetch<kKeys * kAtOnce>(ahead + kKeys * i);
     for (int k = 0; k < kKeys; ++k)
       for (int q = 0; q < kQueries; ++q) add_key(totals[q][k], keys[k] + i, queries + q * apart + i);
+  }
   for (int q = 0; q < kQueries; ++q)
     for (int k = 0; k < kKeys; ++k) found[q * kLanes + k] = products(totals[q][k]);
 }
@@ -264,12 +274,13 @@ inline void compare(const Factor<T>* queries, int64_t apart, const T* const* key
 // The products of kQueries queries with the eight keys from `start` on, lane by lane; behind the last one, its product again.
 template <int kQueries, typename T>
 inline void score_keys(const Factor<T>* queries, int64_t apart, const T* keys, int64_t start, int64_t positions,
-                       int64_t size, Lanes* scores) {
+                       int64_t size, const T* ahead, Lanes* scores) {
   constexpr int kKeys = 4;  // with two queries, as many sums as registers hold beside what is loaded
   const T* key[kLanes];
   Totals<T> totals[kQueries * kLanes];
   for (int k = 0; k < kLanes; ++k) key[k] = keys + (start + k < positions ? start + k : positions - 1) * size;
-  for (int k = 0; k < kLanes; k += kKeys) compare<kQueries, kKeys>(queries, apart, key + k, size, totals + k);
+  for (int k = 0; k < kLanes; k += kKeys)
+    compare<kQueries, kKeys>(queries, apart, key + k, size, ahead + k * size, totals + k);
   for (int q = 0; q < kQueries; ++q) {
     Totals<T> sums = sums_of(totals + q * kLanes);
     for (int64_t i = size / kAtOnce * kAtOnce; i < size; ++i)
@@ -278,21 +289,20 @@ inline void score_keys(const Factor<T>* queries, int64_t apart, const T* keys, i
   }
 }
 
-// The products of kQueries queries with all keys of a span, in whole lanes. Its values are on their way meanwhile.
+// The products of kQueries queries with all keys of a span, in whole lanes. Its values are fetched meanwhile.
 template <int kQueries, typename T>
 inline void score(const Span& span, const Factor<T>* queries, int64_t apart, float (*scores)[kSpan]) {
-  const int64_t eight_rows = kLanes * span.head_dim * (int64_t)sizeof(T);
+  const T *keys = (const T*)span.keys, *values = (const T*)span.values;
   for (int64_t start = 0; start < span.positions; start += kLanes) {
-    const char* values = (const char*)span.values + start / kLanes * eight_rows;
-    for (int64_t line = 0; line < eight_rows; line += 64) __builtin_prefetch(values + line, 0, 2);
     Lanes found[kQueries];
-    score_keys<kQueries>(queries, apart, (const T*)span.keys, start, span.positions, span.head_dim, found);
+    score_keys<kQueries>(queries, apart, keys, start, span.positions, span.head_dim, values + start * span.head_dim,
+                         found);
     for (int q = 0; q < kQueries; ++q) store(scores[q] + start, found[q]);
   }
 }
 
-// mixed = weights . values for kQueries queries and kWide times kAtOnce columns, kept in registers. `ahead` is on its way to
-// the cache meanwhile, as many bytes as are read of the values.
+// mixed = weights . values for kQueries queries and kWide times kAtOnce columns, kept in registers. As much as there is of
+// the values is fetched of `ahead`.
 template <int kQueries, int kWide, typename T>
 inline void mix_columns(const Factor<T>* weights, const T* values, int64_t positions, int64_t size, const T* ahead,
                         float* mixed) {
@@ -300,7 +310,7 @@ inline void mix_columns(const Factor<T>* weights, const T* values, int64_t posit
   constexpr int kAhead = kTogether * kWide * kAtOnce;
   Totals<T> totals[kWide][kQueries][kParts] = {};
   const auto add = [&](const T* const* rows, int64_t position) {
-    for (int i = 0; i < kAhead * (int)sizeof(T); i += 64) __builtin_prefetch((const char*)ahead + i, 0, 2);
+    fetch<kAhead>(ahead);
     ahead += kAhead;
     for (int wide = 0; wide < kWide; ++wide) {
       const T* columns[kTogether];
