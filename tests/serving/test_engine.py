@@ -138,8 +138,10 @@ async def test_draining_finishes_what_runs_and_waits_and_refuses_the_rest(server
 
 async def test_draining_ends_what_takes_too_long(server):
     server.model.pace = 0.02
-    running = asyncio.create_task(ask(server, "x" * 500))
+    running = await start(server, "x" * 500)
     whole = asyncio.create_task(server.client.post(COMPLETIONS, json=body("waits")))
+    await server.until(lambda: server.engine.queued == 1)
+    server.model.gate.set()
     await server.until(lambda: server.model.steps > 2)
     await server.engine.drain(0.05)
     assert (await running).endswith("[the server is shutting down]")
