@@ -46,8 +46,9 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
         try:
-            self._template = environment.from_string(source)
-            used = jinja2.meta.find_undeclared_variables(environment.parse(source))
+            parsed = environment.parse(source)
+            used = jinja2.meta.find_undeclared_variables(parsed)
+            self._template = environment.from_string(parsed)
         except jinja2.TemplateError as error:
             raise CheckpointError(f"{name}: not a valid chat template: {error}") from None
         self.takes_tools = "tools" in used  # whether it has a place for them

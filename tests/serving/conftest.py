@@ -70,6 +70,11 @@ class Server:
         await self.until(lambda: self.engine.places == (0, 0))
 
 
+def client_of(url: str, **options) -> httpx.AsyncClient:
+    """A patient client of a server. It reads no certificates, which would take longer than most tests."""
+    return httpx.AsyncClient(base_url=url, timeout=PATIENCE, verify=False, **options)
+
+
 @asynccontextmanager
 async def scripted_server(
     model: ScriptedModel | None = None, load=None, app_config=None, **settings
@@ -86,7 +91,7 @@ async def scripted_server(
     listener = Listener(app, bound, chosen, engine.metrics)
     await listener.start()
     url = f"http://127.0.0.1:{port}"
-    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
+    async with client_of(url) as client:
         server = Server(url, port, engine, model, client, listener)
         try:
             await server.until(lambda: engine.state in ("ok", "error") or load is not None)

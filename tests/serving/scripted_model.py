@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,10 @@ CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", VISION_START, VISION_E
 END = 256 + CONTROL.index("<|im_end|>")
 VOCAB = 256 + len(CONTROL)
 
+_template = cache(default_chat_template)  # compiled once for all models
 
+
+@cache
 def byte_tokenizer() -> Tokenizer:
     """Token id = byte, and the control tokens after them: every character of several bytes is split."""
     definition = {
@@ -91,7 +95,7 @@ class ScriptedModel:
         self.tokenizer = byte_tokenizer()
         config = SimpleNamespace(vision=SimpleNamespace(merge=2))
         processor = ImageProcessor.from_folder(None, max_image_tokens=64)
-        self._prompts = PromptBuilder(self.tokenizer, default_chat_template(), processor, config, self.max_context)
+        self._prompts = PromptBuilder(self.tokenizer, _template(), processor, config, self.max_context)
         self._grammars = GrammarCompiler(self.tokenizer, VOCAB, {END})
         self._answers: dict[bytes, bytes] = {}
 

@@ -8,7 +8,6 @@ import signal
 import threading
 import tomllib
 
-import httpx
 import pytest
 
 from models.kernels.loader import active_variant
@@ -16,7 +15,7 @@ from serving import access
 from serving.access import is_loopback
 
 from .chat_client import COMPLETIONS, ask, body, frames, text_of
-from .conftest import PATIENCE, ROOT, Server, scripted_server
+from .conftest import PATIENCE, ROOT, Server, client_of, scripted_server
 from .scripted_model import ScriptedModel
 from .test_command import process
 from .test_engine import Crash
@@ -145,7 +144,7 @@ async def test_wrong_methods_and_paths(server):
 async def test_shutdown_drains_and_ends_the_process():
     """A stream runs to its end, new requests are refused, and the exit status is 0; asking twice changes nothing."""
     with process(held=True) as (server, address):
-        async with httpx.AsyncClient(base_url=address, timeout=PATIENCE) as client:
+        async with client_of(address) as client:
             async with client.stream("POST", COMPLETIONS, json=body("x" * 50, stream=True)) as response:
                 pieces = response.aiter_text()
                 stream = await anext(pieces)  # comes before the engine has taken the request up
@@ -165,7 +164,7 @@ async def test_shutdown_drains_and_ends_the_process():
 
 async def test_a_signal_after_shutdown_stops_at_once():
     with process("--drain-timeout", "600", pace=0.02) as (server, address):
-        async with httpx.AsyncClient(base_url=address, timeout=PATIENCE) as client:
+        async with client_of(address) as client:
             async with client.stream("POST", COMPLETIONS, json=body("x" * 3000, stream=True)) as response:
                 pieces = response.aiter_text()
                 stream = await anext(pieces)

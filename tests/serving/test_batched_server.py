@@ -16,7 +16,7 @@ from serving.generation_request import SEED_STEP
 from tests.models.test_batch import QUESTIONS, picture
 
 from .chat_client import COMPLETIONS, data_url, frames
-from .conftest import PATIENCE
+from .conftest import client_of
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ async def leave(client: httpx.AsyncClient, body: dict, events: int) -> None:
 
 async def test_32_mixed_requests_say_what_each_says_alone(url):
     bodies, moments = mixed_bodies(32), random.Random(3)
-    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=httpx.Limits(max_connections=64)) as client:
+    async with client_of(url, limits=httpx.Limits(max_connections=64)) as client:
         alone = [await told(client, body) for body in bodies]
 
         async def later(body: dict) -> list:
@@ -106,7 +106,7 @@ async def test_choices_say_what_each_says_alone(url):
     """They share the prompt that the first of them computes, and each has the seed that follows from its number."""
     question = {"messages": [{"role": "user", "content": QUESTIONS[0] * 4}], "temperature": 2, "max_tokens": 20}
     seeds = [(7 + index * SEED_STEP + 2**63) % 2**64 - 2**63 for index in range(8)]
-    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
+    async with client_of(url) as client:
         alone = [await whole(client, question | {"seed": seed}) for seed in seeds]
         together = await whole(client, question | {"seed": 7, "n": 8})
     assert together == [choice | {"index": index} for index, [choice] in enumerate(alone)]

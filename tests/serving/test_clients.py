@@ -13,7 +13,7 @@ from langchain_openai import ChatOpenAI
 from openai.types.chat import ChatCompletionChunk
 
 from .chat_client import COMPLETIONS, body
-from .conftest import Server, scripted_server
+from .conftest import Server, client_of, scripted_server
 from .scripted_model import ScriptedModel
 
 HELLO = [{"role": "user", "content": "hello 😀\u2028 wörld"}]
@@ -183,7 +183,7 @@ async def test_readers_of_lines(server):
 async def test_one_connection_serves_many_requests(server):
     """Streams end with a proper last chunk, so that clients keep the connection."""
     limits = httpx.Limits(max_connections=1)
-    async with httpx.AsyncClient(base_url=server.url, limits=limits) as client:
+    async with client_of(server.url, limits=limits) as client:
         ports = set()
         for stream in (True, False, True):
             response = await client.post(COMPLETIONS, json={"messages": HELLO, "stream": stream})

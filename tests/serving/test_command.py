@@ -24,7 +24,7 @@ from serving.listener import TAKING_SECONDS
 from serving.settings import Settings, parse_settings
 
 from .chat_client import COMPLETIONS, body, frames, raw_request, stuck_socket, text_of
-from .conftest import PATIENCE, ROOT
+from .conftest import PATIENCE, ROOT, client_of
 from .scripted_model import ScriptedModel
 
 
@@ -69,7 +69,7 @@ async def test_a_signal_lets_streams_end_and_ends_the_process():
         port = int(address.rsplit(":", 1)[1])
         idle, half = socket.create_connection(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port))
         half.sendall(raw_request("never")[:60])
-        client = httpx.AsyncClient(base_url=address, timeout=PATIENCE)
+        client = client_of(address)
         request = client.stream("POST", COMPLETIONS, json=body("x" * 50, stream=True))
         async with client, request as response:
             pieces = response.aiter_text()
@@ -100,7 +100,7 @@ async def test_a_signal_ends_loading(tmp_path):
     )
     try:
         address = re.search(r"http://\S+:\d+", server.stdout.readline())[0]
-        async with httpx.AsyncClient(base_url=address, timeout=PATIENCE) as client:
+        async with client_of(address) as client:
             assert (await client.get("/health")).json()["status"] == "loading"  # from now on signals are heeded
         await asyncio.sleep(1)  # loading takes several times as long
         server.send_signal(signal.SIGTERM)
@@ -113,7 +113,7 @@ async def test_a_signal_ends_loading(tmp_path):
 
 async def until_computed(address: str) -> None:
     """Waits until the engine is done with the server's first request."""
-    async with httpx.AsyncClient(base_url=address, timeout=PATIENCE) as client, asyncio.timeout(PATIENCE):
+    async with client_of(address) as client, asyncio.timeout(PATIENCE):
         while (health := (await client.get("/health")).json())["total_requests"] == 0:
             await asyncio.sleep(0.02)
         while health["active"] + health["queued"] > 0:  # not `busy`: it may not have been taken up yet
@@ -161,7 +161,7 @@ async def running(settings: Settings) -> AsyncIterator[tuple[asyncio.Task[int], 
     bound = command.listening_socket(settings)
     task = asyncio.create_task(command.run(settings, bound))
     address = f"http://127.0.0.1:{bound.getsockname()[1]}"
-    async with httpx.AsyncClient(base_url=address, timeout=PATIENCE) as client:
+    async with client_of(address) as client:
         yield task, client
     await asyncio.wait({task}, timeout=PATIENCE)
     for number in (signal.SIGINT, signal.SIGTERM):

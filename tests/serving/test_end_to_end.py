@@ -18,7 +18,7 @@ from models.model import PRETRAINED
 from models.tokenizer import Tokenizer
 
 from .chat_client import COMPLETIONS, data_url, frames
-from .conftest import PATIENCE
+from .conftest import PATIENCE, client_of
 
 COUNTING = "从1数到20"
 
@@ -118,7 +118,7 @@ async def test_concurrent_streams_do_not_mix(tiny_url):
 
 
 async def test_leaving_mid_stream_frees_the_engine(tiny_url):
-    async with httpx.AsyncClient(base_url=tiny_url, timeout=PATIENCE) as client:
+    async with client_of(tiny_url) as client:
         body = {"messages": [{"role": "user", "content": "Count from 1 to 30"}], "stream": True}
         for _ in range(5):
             async with client.stream("POST", "/v1/chat/completions", json=body) as response:

@@ -7,13 +7,12 @@ import json
 import logging
 from datetime import datetime
 
-import httpx
 import pytest
 
 from serving import replies
 
 from .chat_client import COMPLETIONS, ask, body, raw_request
-from .conftest import PATIENCE, Server, scripted_server
+from .conftest import PATIENCE, Server, client_of, scripted_server
 from .test_command import process
 from .test_engine import Crash, start
 from .test_metrics import read
@@ -181,7 +180,7 @@ async def test_a_path_makes_neither_a_second_nor_an_endless_line(server, lines):
 
 async def test_the_command_writes_lines_of_json_to_stderr():
     with process() as (running, address):
-        async with httpx.AsyncClient(base_url=address, timeout=PATIENCE) as client:
+        async with client_of(address) as client:
             await client.post(COMPLETIONS, json=body(SECRET))
             await client.post(COMPLETIONS, json={})
         running.terminate()
