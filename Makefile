@@ -15,6 +15,7 @@ setup: $(READY)
 $(READY): requirements.txt requirements-compiler.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "$(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "setting up $(VENV): 1.3 GB, a few minutes" >&2
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r requirements.txt
 	@{ test -n "$$CXX" || command -v c++ || command -v g++ || command -v clang++; } >/dev/null || \

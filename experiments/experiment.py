@@ -236,6 +236,7 @@ class Experiment:
         else:
             self._measure(raw, options, arguments)
         self._write(folder, raw.samples, options, arguments)
+        print(f"{self.name}: results in {os.path.relpath(folder)}")
         return folder
 
     def _measure(self, raw: Raw, options: argparse.Namespace, arguments: Sequence[str]) -> None:

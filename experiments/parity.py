@@ -10,6 +10,7 @@ Prints the table and writes results/parity/. The cases are made by tests/referen
 
 from __future__ import annotations
 
+import argparse
 import json
 import tempfile
 from collections.abc import Iterator
@@ -211,4 +212,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        prog="python -m experiments.parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

@@ -8,6 +8,7 @@ written by `experiments.report`.
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import textwrap
@@ -264,4 +265,7 @@ def written(readme: str, results: Path = RESULTS) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        prog="python -m experiments.readme_numbers", description=__doc__.split("\n")[0]
+    ).parse_args()
     README.write_text(written(README.read_text()))

@@ -7,8 +7,8 @@ draws the picture that the examples of README.md ask about.
 
 from __future__ import annotations
 
+import argparse
 import math
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from random import Random
@@ -355,5 +355,12 @@ def picture_tasks() -> dict[str, Task]:
 
 
 if __name__ == "__main__":
-    [file] = sys.argv[1:]
-    EXAMPLE.draw().save(file)
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.tiny_pictures", description="Draws the picture that README's examples ask about."
+    )
+    parser.add_argument("file", help="such as shapes.png")
+    file = parser.parse_args().file
+    try:
+        EXAMPLE.draw().save(file)
+    except (ValueError, OSError) as error:  # a kind of file that Pillow does not know, or a folder that is not there
+        parser.error(f"cannot write {file}: {error}")

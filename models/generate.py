@@ -22,7 +22,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m models.generate", description=__doc__.split(":")[0] + ".")
     parser.add_argument("prompt", help="the question")
     parser.add_argument("--model", default="tiny-vl", help="a checkpoint folder, tiny-vl, tiny-moe, or a preset")
-    parser.add_argument("--weights", choices=["random"], help="random weights, for a preset")
+    parser.add_argument("--weights", choices=["random"], help="random weights; a preset has no others")
     parser.add_argument("--quant", choices=sorted(SCHEMES), help="quantise the weights; without: as they are stored")
     parser.add_argument("--kv", choices=CACHE_TYPES, help="how keys and values are kept")
     parser.add_argument("--copy-weights", action="store_true", help="copy a converted folder's weights to huge pages")

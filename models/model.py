@@ -135,7 +135,8 @@ def _plan(
     config = parse_config(preset(str(path_or_preset)), str(path_or_preset)) if folder is None else read_config(folder)
     if folder is None and weights is None:
         raise ConfigError(
-            f"'{path_or_preset}' is a shape without weights: pass weights='random' or a checkpoint folder"
+            f"'{path_or_preset}' is a shape without weights: ask for random ones (weights='random', on a command line "
+            "--weights random), or name a checkpoint folder"
         )
     context = _context(config, max_context)
     processor = None if config.vision is None else ImageProcessor.from_folder(folder, max_image_tokens)
@@ -257,6 +258,11 @@ class LoadedModel:
         self.inference = inference
         self._weights = weights
         self._text = text
+
+    @property
+    def cache_type(self) -> CacheType:
+        """How keys and values are kept."""
+        return self.inference.cache_type
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -381,7 +387,15 @@ class LoadedModel:
         `prompt` is a question (with `images`, one user turn), a conversation, or token ids; ids may come with the
         picture arguments of `logits`. The answer follows `grammar`, which `compile_grammar` makes. `ignore_eos` goes on
         past end-of-turn tokens, for measurements.
+
+        Raises:
+            KestrelError: the prompt, a picture or a value of `sampling` that the model cannot take.
+            TypeError: an argument of another type.
         """
+        if isinstance(images, Image.Image) or not all(isinstance(image, Image.Image) for image in images):
+            raise TypeError("images should be a list of PIL pictures, such as [PIL.Image.open(file)]")
+        if not isinstance(sampling, SamplingParams | None):
+            raise TypeError(f"sampling should be models.SamplingParams(...), found {type(sampling).__name__}")
         if isinstance(prompt, str):
             parts = [{"type": "image", "image": image} for image in images]
             prompt = [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]

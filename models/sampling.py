@@ -11,6 +11,8 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
 
 import jax
 import numpy as np
@@ -49,6 +51,10 @@ class SamplingParams:
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "top_logprobs"):
+            _check_type(name, getattr(self, name), Integral, "a whole number")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            _check_type(name, getattr(self, name), Real, "a number")
         _check("temperature", self.temperature, self.temperature >= 0, ">= 0")
         _check("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
         _check("top_k", self.top_k, 0 <= self.top_k <= MOST_TOP_K, f"in [0, {MOST_TOP_K}]")
@@ -63,6 +69,11 @@ class SamplingParams:
         """Whether anything changes the model's logits before the choice."""
         penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
         return any(penalties) or bool(self.logit_bias)
+
+
+def _check_type(name: str, value: Any, wanted: type, called: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, wanted):
+        raise ConfigError(f"{name} must be {called}, found {value!r}")
 
 
 def _check(name: str, value: float | int, in_range: bool, wanted: str) -> None:

@@ -57,7 +57,11 @@ def load(settings: Settings) -> models.LoadedModel:
 def listening_socket(settings: Settings) -> socket.socket:
     """A socket that takes connections from now on, before loading, so that a port in use is said at once."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    return socket.create_server((settings.host, settings.port), family=family, backlog=settings.backlog)
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=settings.backlog)
+    except OSError as error:
+        place, reason = f"port {settings.port} of {settings.host}", str(error.strerror).partition(" (while")[0]
+        raise OSError(f"cannot listen on {place}: {reason}; --port and --host choose another") from None
 
 
 async def run(settings: Settings, bound: socket.socket) -> int:
@@ -74,6 +78,9 @@ async def run(settings: Settings, bound: socket.socket) -> int:
     listener = Listener(create_app(engine, settings), bound, settings, engine.metrics)
     await listener.start()
     await _first(engine.asked_to_stop.wait(), _announce(engine, settings))
+    active, queued = engine.places
+    if active or queued:
+        print(f"finishing {active} running and {queued} waiting requests; a second signal stops at once", flush=True)
     end = time.monotonic() + settings.drain_timeout
     await _first(engine.drain(settings.drain_timeout), hurried.wait())
     engine.stop()

@@ -11,6 +11,7 @@ from typing import Any
 
 from quart import Blueprint, Response, jsonify, request
 
+from models import LoadedModel
 from models.kernels.loader import active_variant
 from serving.access import Access
 from serving.engine import Engine
@@ -50,7 +51,7 @@ def admin_routes(engine: Engine, settings: Settings, access: Access) -> Blueprin
                 "kernels": kernels,
                 "counters": engine.counts(),
                 "memory": {"resident_mb": resident_bytes() >> 20, "available_mb": available_bytes() >> 20},
-                "settings": _shown(settings),
+                "settings": _shown(settings, engine.model),
             }
         )
 
@@ -64,6 +65,7 @@ def admin_routes(engine: Engine, settings: Settings, access: Access) -> Blueprin
     return blueprint
 
 
-def _shown(settings: Settings) -> dict[str, Any]:
-    """The settings, with the number of keys instead of the keys."""
-    return asdict(settings) | {"api_keys": len(settings.api_keys)}
+def _shown(settings: Settings, model: LoadedModel | None) -> dict[str, Any]:
+    """The settings, with the number of keys instead of the keys; what was left to the model, as it chose."""
+    chosen = {} if model is None else {"kv": model.cache_type, "max_context": model.max_context}
+    return asdict(settings) | {"api_keys": len(settings.api_keys)} | chosen

@@ -18,7 +18,7 @@ from serving.admin import admin_routes
 from serving.engine import Engine
 from serving.errors import ApiError
 from serving.metrics import CONTENT_TYPE
-from serving.model_routes import model_routes
+from serving.model_routes import check_model, model_routes
 from serving.settings import Settings
 
 log = logging.getLogger("kestrel.http")
@@ -37,7 +37,7 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
     workers = ThreadPoolExecutor(PREPARING_THREADS, thread_name_prefix="prepare")
     parser = ThreadPoolExecutor(1, thread_name_prefix="parse")
     access = Access(settings)
-    started = int(time.time())
+    served = {"id": settings.model_id, "object": "model", "created": int(time.time()), "owned_by": "kestrel-jax"}
 
     @app.while_serving
     async def run() -> AsyncIterator[None]:
@@ -101,9 +101,14 @@ def create_app(engine: Engine, settings: Settings) -> Quart:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        """The one model that is served."""
-        entry = {"id": settings.model_id, "object": "model", "created": started, "owned_by": "kestrel-jax"}
-        return jsonify({"object": "list", "data": [entry]})
+        """The one model that is served, in a list."""
+        return jsonify({"object": "list", "data": [served]})
+
+    @app.get("/v1/models/<path:name>")
+    async def model(name: str) -> Response:
+        """The same, asked for by its name."""
+        check_model(name, settings)
+        return jsonify(served)
 
     @app.get("/openapi.json")
     async def api_document() -> Response:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any, NoReturn, TypeVar
 
@@ -161,11 +161,25 @@ def deeper_than(value: Any, levels: int) -> bool:
 
 def _explained(error: ValidationError) -> ApiError:
     """The first thing that is wrong, named by its place in the request."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    place = [str(part) for part in first["loc"] if not str(part).startswith(BRANCHES)]
-    param = ".".join(part for part in place if part not in ("str", "float", "int"))
-    found = repr(first["input"])
+    first = _most_telling(error.errors(include_url=False, include_context=False))
+    param = ".".join(str(part) for part in first["loc"] if not _is_branch(part))
+    found = "null" if first["input"] is None else repr(first["input"])
     shown = found if len(found) <= 80 else found[:77] + "..."
     if first["type"] == "missing":
         return bad_request(f"'{param}' is required", param)
     return bad_request(f"'{param}': {first['msg'].removeprefix('Value error, ').lower()}, found {shown}", param)
+
+
+def _most_telling(errors: Sequence[Any]) -> Any:
+    """The first error; where a field may have several types and the value has one of them, what is wrong with that."""
+    first = errors[0]["loc"]
+    if not _is_branch(first[-1]):
+        return errors[0]
+    inside = [each for each in errors if each["loc"][: len(first) - 1] == first[:-1]]
+    typed = (each for each in inside if len(each["loc"]) > len(first) or not each["type"].endswith("_type"))
+    return next(typed, errors[0])
+
+
+def _is_branch(part: str | int) -> bool:
+    """Whether a part of an error's place is no field but a type that the field may have."""
+    return str(part).startswith(BRANCHES) or part in ("str", "float", "int")

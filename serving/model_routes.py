@@ -37,7 +37,7 @@ def model_routes(
 
     def admit(model: str | None) -> Job:
         """A place for this request, given back however its task ends, even before its stream has begun."""
-        _check_model(model, settings)
+        check_model(model, settings)
         job = engine.admit(owner=g.owner)
         asyncio.current_task().add_done_callback(lambda _: engine.release(job))
         return job
@@ -76,20 +76,21 @@ def model_routes(
     async def count_tokens() -> Response:
         """How many tokens the prompt of such a chat has."""
         asked = await read(parse_count_request, engine.check_ready)
-        _check_model(asked.model, settings)
+        check_model(asked.model, settings)
         return jsonify({"input_tokens": (await counter.answer(asked))["count"]})
 
     @blueprint.post("/tokenize")
     async def tokenize() -> Response:
         """The token ids of a text or a conversation."""
         asked = await read(parse_tokenize_request, engine.check_ready)
-        _check_model(asked.model, settings)
+        check_model(asked.model, settings)
         return jsonify(await counter.answer(asked))
 
     return blueprint
 
 
-def _check_model(model: str | None, settings: Settings) -> None:
+def check_model(model: str | None, settings: Settings) -> None:
+    """Refuses a model that is not the one that is served."""
     if model not in (None, settings.model_id):
         message = f"the model '{model:.80}' is not served here; '{settings.model_id}' is"
         raise ApiError(404, message, param="model", code="model_not_found")

@@ -47,7 +47,7 @@ def document(settings: Settings) -> Schema:
     return {
         "openapi": "3.1.0",
         "info": {"title": "kestrel-jax", "version": project_version(), "description": "One model, over OpenAI's API."},
-        "paths": _paths(),
+        "paths": _paths(settings.model_id),
         "components": {
             "schemas": _requests(settings.model_id) | _answers(),
             "securitySchemes": {
@@ -59,7 +59,8 @@ def document(settings: Settings) -> Schema:
     }
 
 
-def _paths() -> Schema:
+def _paths(model_id: str) -> Schema:
+    name = {"name": "model", "in": "path", "required": True, "schema": _one_of(model_id)}
     return {
         "/v1/chat/completions": {
             "post": _text("A chat completion, streamed or whole", "ChatRequest", "ChatCompletion"),
@@ -81,6 +82,9 @@ def _paths() -> Schema:
             | _body("TokenizeText", "ChatRequest")
         },
         "/v1/models": {"get": _operation("The one model that is served", _json("Models"), (401,))},
+        "/v1/models/{model}": {
+            "get": _operation("The same, by its name", _json("Model"), (401, 404)) | {"parameters": [name]}
+        },
         "/health": {
             "get": _operation("Whether requests are taken, and what is under way", _json("Health"), ())
             | {"security": []}
@@ -285,7 +289,8 @@ def _other_answers() -> Schema:
     return {
         "Error": _object(error=error),
         "AnthropicError": _object(type=_one_of("error"), error=error, request_id=_or_null(TEXT)),
-        "Models": _object(object=_one_of("list"), data=_list(model)),
+        "Model": model,
+        "Models": _object(object=_one_of("list"), data=_list(_ref("Model"))),
         "Health": _object(
             {"disk_cache": _object(files=COUNT, bytes=COUNT, queries=COUNT, hits=COUNT, read_tokens=COUNT)},
             status=STATES,

@@ -85,7 +85,7 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
         allow_abbrev=False,  # `--api-key SECRET` would be taken for a file's name, and told in the error
     )
     parser.add_argument("--model", default=default.model, help="a checkpoint folder, tiny-vl, tiny-moe, or a preset")
-    parser.add_argument("--weights", choices=["random"], help="random weights, for a preset")
+    parser.add_argument("--weights", choices=["random"], help="random weights; a preset has no others")
     parser.add_argument("--quant", choices=sorted(SCHEMES), help="quantise the weights; without: as they are stored")
     parser.add_argument("--kv", choices=CACHE_TYPES, help="how keys and values are kept; int8 with quantised weights")
     parser.add_argument("--copy-weights", action="store_true", help="copy a converted folder's weights to huge pages")

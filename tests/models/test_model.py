@@ -205,6 +205,11 @@ def test_prompts_that_are_refused(tiny):
         tiny.logits([1, 2], pixel_values=np.zeros((4, 1536)), image_grid_thw=[[1, 2, 2]])
     with pytest.raises(ConfigError, match="max_tokens"):
         tiny.generate("Hello", max_tokens=0)
+    for images in (Image.new("RGB", (64, 64)), ["shapes.png"]):
+        with pytest.raises(TypeError, match="images should be a list of PIL pictures"):
+            tiny.generate("What is this?", images=images)
+    with pytest.raises(TypeError, match="sampling should be models"):
+        tiny.generate("Hello", sampling={"temperature": 1})
 
 
 def test_the_command_prints_the_answer(capsys, answer):

@@ -179,6 +179,10 @@ def test_seeds_beyond_32_bits_are_told_apart(logits):
         ({"repetition_penalty": 0}, "repetition_penalty must be > 0"),
         ({"presence_penalty": float("inf")}, "presence_penalty must be finite"),
         ({"top_logprobs": 21}, "top_logprobs"),
+        ({"top_k": "a"}, "top_k must be a whole number, found 'a'"),
+        ({"top_logprobs": 2.5}, "top_logprobs must be a whole number"),
+        ({"temperature": None}, "temperature must be a number, found None"),
+        ({"min_p": True}, "min_p must be a number, found True"),
     ],
 )
 def test_values_out_of_range_are_refused(params, message):

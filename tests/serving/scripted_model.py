@@ -82,6 +82,7 @@ class ScriptedModel:
     gate: threading.Event = field(default_factory=threading.Event)
     hold_at: int | None = None
     name: str = "scripted"
+    cache_type: str = "float32"
     default_sampling: SamplingParams = field(default_factory=SamplingParams)
     begun: int = 0
     steps: int = 0

@@ -53,6 +53,7 @@ async def test_status_tells_what_the_server_is_and_does(server):
     assert told["memory"]["resident_mb"] > 10
     assert told["memory"]["available_mb"] > 0
     assert told["settings"]["max_queued"] == 16
+    assert (told["settings"]["kv"], told["settings"]["max_context"]) == ("float32", 4096)  # as the model chose
     assert told["settings"]["api_keys"] == 0
     assert (await status(server))["uptime_s"] >= told["uptime_s"] >= 0
 

@@ -116,6 +116,21 @@ def test_values_that_are_refused(field, values):
         assert refused(**{field: value}).param.split(".")[0] == field, value
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "param", "message"),
+    [
+        ("stop", ["a"] * 5, "stop", "at most 4 items"),
+        ("stop", ["a", 5], "stop.1", "valid string, found 5"),
+        ("stop", ["a", ""], "stop.1", "at least 1 character, found ''"),
+        ("stop", 5, "stop", "valid string, found 5"),
+        ("messages", None, "messages", "valid list, found null"),
+    ],
+)
+def test_the_message_is_about_the_type_that_the_value_has(field, value, param, message):
+    error = refused(**{field: value})
+    assert (error.param, message in error.message) == (param, True), error.message
+
+
 def test_top_logprobs_needs_logprobs():
     assert refused(top_logprobs=2).param == "top_logprobs"
     assert refused(logprobs=True, top_logprobs=21).param == "top_logprobs"

@@ -55,6 +55,7 @@ async def test_openai_strict_validation(server):
         assert whole.choices[0].message.content == TEXT
         models = await client.models.list()
         assert [model.id for model in models.data] == ["scripted"]
+        assert await client.models.retrieve("scripted") == models.data[0]
 
 
 async def test_openai_stream_helper(client):

@@ -77,6 +77,8 @@ async def test_a_signal_lets_streams_end_and_ends_the_process():
             server.send_signal(signal.SIGTERM)
             while (await client.get("/health")).json()["status"] == "ok":
                 await asyncio.sleep(0.01)
+            told = await asyncio.to_thread(server.stdout.readline)
+            assert told == "finishing 1 running and 0 waiting requests; a second signal stops at once\n"
             refused = await client.post(COMPLETIONS, json=body("late"))
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
             server.send_signal(signal.SIGUSR1)
@@ -273,7 +275,9 @@ def test_a_port_in_use_is_said(monkeypatch, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setattr(sys, "argv", ["serving", "--port", str(taken.getsockname()[1])])
         assert command.main() == 2
-    assert capsys.readouterr().err.startswith("error: ")
+        port = taken.getsockname()[1]
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: cannot listen on port {port} of 127.0.0.1: Address already in use; --port and")
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ async def raw(server: Server, data: bytes) -> bytes:
         ("POST", "/v1/nowhere", 404),
         ("GET", "/health/", 404),
         ("GET", "/v1//models", 404),
-        ("GET", "/v1/models/%2e%2e/%00", 404),
+        ("GET", "/v1/models/", 404),
         ("GET", COMPLETIONS, 405),
         ("PUT", COMPLETIONS, 405),
         ("DELETE", "/v1/models", 405),
@@ -211,6 +211,17 @@ async def test_odd_requests_end_in_an_answer_or_a_refusal(fields, param, stream)
 async def test_a_model_that_is_not_served(server):
     response = await server.client.post(COMPLETIONS, json=HELLO | {"model": "gpt-4"})
     assert assert_refused(response, 404, "model")["code"] == "model_not_found"
+    for name in ("gpt-4", "scripted/x", "%2e%2e/%00", "x" * 5000):
+        response = await server.client.get(f"/v1/models/{name}")
+        assert assert_refused(response, 404, "model")["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("name", ["scripted", "Qwen/Qwen3-VL-2B-Instruct"])
+async def test_the_served_model_by_its_name(name):
+    async with scripted_server(model_id=name) as server:
+        entry = (await server.client.get(f"/v1/models/{name}")).json()
+        assert entry == (await server.client.get("/v1/models")).json()["data"][0]
+        assert entry["id"] == name
 
 
 @pytest.mark.parametrize(
