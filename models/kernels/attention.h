@@ -87,7 +87,7 @@ inline void take_token(const Layer& layer, int64_t row, int64_t place, float sca
                    cos, sin, size, query);
     for (int64_t i = 0; i < size; ++i) query[i] *= scale;
   }
-  float* key = queries + fresh.heads * size;  // of the room for queries the last head's worth is for this
+  float* key = queries + fresh.heads * size;  // the last head_dim floats of `queries` are room for one key
   for (int64_t head = 0; head < fresh.kv_heads; ++head) {
     const int64_t from = (token * fresh.kv_heads + head) * size, line = layer.line(row, head, layer.first[row] + place);
     variant().turn(fresh.keys + from, fresh.key_norm.weight, fresh.key_norm.eps, cos, sin, size, key);

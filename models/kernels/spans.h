@@ -1,7 +1,10 @@
 // Attention of queries to a span of cached positions. Keys and values that are floats are multiplied by floats. The whole
-// numbers of an int8 cache are multiplied by queries and weights that are rounded to 16 bits, much finer than the cache is;
-// those products and sums are exact.
+// numbers of an int8 cache are multiplied by queries and weights that are rounded to 16 bits; those products are added up
+// exactly. A rounded number is much finer than the cache is; many small weights beside a large one may be off together by
+// 0.4 % of the largest, as much as the cache itself rounds.
 #pragma once
+
+#include <float.h>
 
 #include "lanes.h"
 #include "steps.h"
@@ -16,6 +19,8 @@ using kestrel::Span;
 constexpr int kAtOnce = 16;   // numbers of a key, or columns of values, that are multiplied together
 constexpr int kTogether = 4;  // positions whose values are added up together
 constexpr float kMostShort = 127 * 256 + 127;  // the largest 16-bit number in use, for one way below to keep them
+static_assert(kMostShort + 128 <= 32767, "its high byte is found by adding half of what a low byte counts");
+static_assert(kSpan * kMostShort * 128 <= 2147483647.0, "the products of a span's weights and values fit in 32 bits");
 
 template <typename T>
 struct Arithmetic {
@@ -356,9 +361,10 @@ inline void soften(float* scores, int64_t positions, float* most, float* total) 
   Lanes found = load(scores);
   for (int64_t i = kLanes; i < positions; i += kLanes) found = larger(found, load(scores + i));
   *most = largest(found);
+  const float from = *most < -FLT_MAX ? 0.0f : *most;  // a span of scores that are all infinitely small counts nothing
   Lanes totals = all(0.0f);
   for (int64_t i = 0; i < positions; i += kLanes) {
-    Lanes powers = exp_of(load(scores + i) - all(*most));
+    Lanes powers = exp_of(load(scores + i) - all(from));
     for (int64_t k = positions - i; k < kLanes; ++k) powers[k] = 0.0f;
     store(scores + i, powers);
     totals += powers;
@@ -388,19 +394,19 @@ inline float shorten(const float* from, int64_t count, float limit, int16_t* to)
   return steps.size;
 }
 
-// scores[i] *= scales[i] * factor, and those that repeat the last one like it.
-inline void scale_by(float* scores, const float* scales, float factor, int64_t positions) {
+// scores[i] *= scales[i] * times, and those that repeat the last one like it.
+inline void scale_by(float* scores, const float* scales, float times, int64_t positions) {
   int64_t i = 0;
-  for (; i + kLanes <= positions; i += kLanes) store(scores + i, load(scores + i) * (load(scales + i) * all(factor)));
+  for (; i + kLanes <= positions; i += kLanes) store(scores + i, load(scores + i) * (load(scales + i) * all(times)));
   for (int64_t k = i; k < i + kLanes && i < positions; ++k)
-    scores[k] *= scales[k < positions ? k : positions - 1] * factor;
+    scores[k] *= scales[k < positions ? k : positions - 1] * times;
 }
 
 template <int kQueries>
 void attend_int8(const Span& span, int64_t first) {
   const int64_t size = span.head_dim, apart = (size + kAtOnce - 1) / kAtOnce * kAtOnce;
   const float* queries = span.queries + first * size;
-  const float limit = 16777215.0f / (float)size;  // so many times 128, added up over a head, fit in 32 bits
+  const float limit = (float)(16777215 / size);  // a whole number: so many times 128, added up over a head, fit in 32 bits
   float* mixed = span.mixed + first * size;
   alignas(32) float scores[kQueries][kSpan];
   alignas(32) int16_t weights[kQueries][kSpan];

@@ -5,8 +5,8 @@
 
 namespace {
 
-// Numbers in steps of `size`; if one of them is not finite, `size` is NaN. Where the step would be too small for float32 to
-// count in it, and where there is none, both are 0.
+// Numbers in steps of `size`; if one of them is not finite, `size` is NaN. Where the largest number is so small that the
+// number of steps in 1 would near float32's largest, and where there is none, both are 0, and every number counts as 0.
 struct Steps {
   float size;
   float per_one;

@@ -84,6 +84,8 @@ def call_attention(random: np.random.Generator) -> None:
     layer = random_cache(random, str(random.choice(CACHE_TYPES)), (batch + 1, kv_heads, held + length, head_dim))
     slots = (random.permutation(batch + 2)[:batch] - 1).astype(np.int32)  # one of them may be -1, an empty row
     first = random.integers(0, held + 1, batch).astype(np.int32)
+    if random.integers(2):  # a row that ends where the whole cache does
+        slots[slots == batch], slots[0], first[0] = -1, batch, held
     heads = (kv_heads * group, kv_heads, kv_heads)
     fresh = [random_rows(random, batch, length, count, head_dim) for count in heads]
     norms = (random_norm(random, head_dim), random_norm(random, head_dim))
