@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -392,12 +392,11 @@ class LoadedModel:
             KestrelError: the prompt, a picture or a value of `sampling` that the model cannot take.
             TypeError: an argument of another type.
         """
-        if isinstance(images, Image.Image) or not all(isinstance(image, Image.Image) for image in images):
-            raise TypeError("images should be a list of PIL pictures, such as [PIL.Image.open(file)]")
+        pictures = _listed(images)
         if not isinstance(sampling, SamplingParams | None):
             raise TypeError(f"sampling should be models.SamplingParams(...), found {type(sampling).__name__}")
         if isinstance(prompt, str):
-            parts = [{"type": "image", "image": image} for image in images]
+            parts = [{"type": "image", "image": picture} for picture in pictures]
             prompt = [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]
         if isinstance(prompt, Prompt):
             built = prompt
@@ -489,6 +488,14 @@ class LoadedModel:
             progress,
             blocks=limits.disk_folder is not None,
         )
+
+
+def _listed(images: Iterable[Image.Image]) -> list[Image.Image]:
+    if not isinstance(images, Image.Image):
+        pictures = list(images)
+        if all(isinstance(picture, Image.Image) for picture in pictures):
+            return pictures
+    raise TypeError("images should be a list of PIL pictures, such as [PIL.Image.open(file)]")
 
 
 def _split_visuals(

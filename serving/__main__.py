@@ -60,6 +60,7 @@ def listening_socket(settings: Settings) -> socket.socket:
     try:
         return socket.create_server((settings.host, settings.port), family=family, backlog=settings.backlog)
     except OSError as error:
+        # Python adds the address to the system's words.
         place, reason = f"port {settings.port} of {settings.host}", str(error.strerror).partition(" (while")[0]
         raise OSError(f"cannot listen on {place}: {reason}; --port and --host choose another") from None
 

@@ -173,7 +173,7 @@ def _explained(error: ValidationError) -> ApiError:
 def _most_telling(errors: Sequence[Any]) -> Any:
     """The first error; where a field may have several types and the value has one of them, what is wrong with that."""
     first = errors[0]["loc"]
-    if not _is_branch(first[-1]):
+    if not first or not _is_branch(first[-1]):  # nowhere in particular, or in a field of one type
         return errors[0]
     inside = [each for each in errors if each["loc"][: len(first) - 1] == first[:-1]]
     typed = (each for each in inside if len(each["loc"]) > len(first) or not each["type"].endswith("_type"))

@@ -212,6 +212,15 @@ def test_prompts_that_are_refused(tiny):
         tiny.generate("Hello", sampling={"temperature": 1})
 
 
+def test_pictures_may_come_one_by_one(tiny):
+    pictures = [Image.new("RGB", (64, 64)), Image.new("RGB", (64, 64), "red")]
+    listed, one_by_one, none = (
+        [step.token_id for step in tiny.generate("What is in this picture?", max_tokens=4, images=images)]
+        for images in (pictures, iter(pictures), ())
+    )
+    assert one_by_one == listed != none
+
+
 def test_the_command_prints_the_answer(capsys, answer):
     assert main(["--model", "tiny-vl", "--max-context", "512", QUESTION]) == 0
     printed = capsys.readouterr()
