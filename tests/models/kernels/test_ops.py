@@ -31,6 +31,12 @@ def ones(*shape):
     return np.ones(shape, np.float32)
 
 
+def as_they_are(queries, keys, values):
+    """New tokens that are neither normalised nor rotated."""
+    half = queries.shape[-1] // 2
+    return queries, keys, values, (ops.no_norm(), ops.no_norm()), (ones(1, 1, half), zeros(1, 1, half))
+
+
 def assert_rows_stand_alone(function):
     """`function` of a slice of 32 rows gives each row, bit for bit, what it gives for that row alone."""
     alone = np.concatenate([function(slice(row, row + 1)) for row in range(32)])
@@ -313,18 +319,15 @@ def test_attention_reads_nothing_that_is_not_visible(variant):
 def test_large_scores_do_not_overflow(variant, place):
     layer = LayerCache(50 * ones(1, 1, 300, 32), 2 * ones(1, 1, 300, 32))
     layer.keys[0, 0, place], layer.values[0, 0, place] = 100, 3
-    still = (ones(1, 1, 16), zeros(1, 1, 16))
     queries, small = 100 * ones(1, 1, 1, 32), ones(1, 1, 1, 32)
-    norms = (ops.no_norm(), ops.no_norm())
-    found, _ = attend((queries, small, small, norms, still), np.array([299], np.int32), layer)
+    found, _ = attend(as_they_are(queries, small, small), np.array([299], np.int32), layer)
     np.testing.assert_array_equal(found, np.full((1, 1, 32), 3.0, np.float32))
 
 
 def test_a_span_of_scores_that_are_all_infinitely_small_counts_nothing(variant):
     layer = LayerCache(zeros(1, 1, 300, 32), 2 * ones(1, 1, 300, 32))
     layer.keys[0, 0, :256], layer.values[0, 0, :256] = -1e30, 3
-    still = (ones(1, 1, 16), zeros(1, 1, 16))
-    fresh = (1e10 * ones(1, 1, 1, 32), zeros(1, 1, 1, 32), 2 * ones(1, 1, 1, 32), (ops.no_norm(), ops.no_norm()), still)
+    fresh = as_they_are(1e10 * ones(1, 1, 1, 32), zeros(1, 1, 1, 32), 2 * ones(1, 1, 1, 32))
     np.testing.assert_array_equal(attend(fresh, np.array([299], np.int32), layer)[0], 2 * ones(1, 1, 32))
 
 
@@ -335,11 +338,10 @@ def test_small_weights_add_up(variant, dtype):
     keys, values = np.zeros((1, 1, 256, 32), kept), np.ones((1, 1, 256, 32), kept)
     keys[..., 0], keys[0, 0, 40, 0], values[0, 0, 40] = -9, 0, 0
     scales = (ones(1, 1, 256), ones(1, 1, 256)) if dtype == "int8" else None
-    still = (ones(1, 1, 16), zeros(1, 1, 16))
     queries, value = np.sqrt(32) * np.eye(1, 32, dtype=np.float32)[None, None], zeros(1, 1, 1, 32)
     key = -100 * np.eye(1, 32, dtype=np.float32)[None, None]
-    fresh = (queries, key, value, (ops.no_norm(), ops.no_norm()), still)
-    found, _ = attend(fresh, np.array([255], np.int32), LayerCache(keys, values, scales))
+    layer = LayerCache(keys, values, scales)
+    found, _ = attend(as_they_are(queries, key, value), np.array([255], np.int32), layer)
     wanted = 254 * np.exp(-9) / (1 + 254 * np.exp(-9))
     np.testing.assert_allclose(found, wanted, rtol={"float32": 1e-5, "int8": 0.02}[dtype])
 
@@ -348,11 +350,10 @@ def test_small_parts_of_a_query_count(variant):
     """31 numbers of 1 beside one of 100, which meets nothing: 326 steps of 16 bits each."""
     keys, values = np.zeros((1, 1, 8, 32), np.int8), np.zeros((1, 1, 8, 32), np.int8)
     keys[0, 0, 3, 1:], values[0, 0, 3] = -1, 1
-    still = (ones(1, 1, 16), zeros(1, 1, 16))
     queries, none = ones(1, 1, 1, 32), zeros(1, 1, 1, 32)
     queries[..., 0] = 100
     layer = LayerCache(keys, values, (ones(1, 1, 8), ones(1, 1, 8)))
-    found, _ = attend((queries, none, none, (ops.no_norm(), ops.no_norm()), still), np.array([7], np.int32), layer)
+    found, _ = attend(as_they_are(queries, none, none), np.array([7], np.int32), layer)
     weight = np.exp(-31 / np.sqrt(32))
     np.testing.assert_allclose(found, weight / (7 + weight), rtol=0.02)
 
@@ -363,9 +364,8 @@ def test_the_largest_numbers_of_an_int8_cache_add_up(variant, head_dim, most):
     sign = np.where(np.arange(300) % 3, 1, -1 if most > 0 else 0).astype(np.int8)[None, None, :, None]
     numbers, scales = np.broadcast_to(most * sign, (1, 1, 300, head_dim)), np.full((1, 1, 300), 1 / 127, np.float32)
     layer = LayerCache(numbers.copy(), numbers.copy(), (scales, scales))
-    still = (ones(1, 1, head_dim // 2), zeros(1, 1, head_dim // 2))
     queries, small = np.sign(most) * ones(1, 1, 2, head_dim), ones(1, 1, 1, head_dim)
-    fresh, first = (queries, small, small, (ops.no_norm(), ops.no_norm()), still), np.array([299], np.int32)
+    fresh, first = as_they_are(queries, small, small), np.array([299], np.int32)
     close(attend(fresh, first, layer)[0], attend(fresh, first, layer, attention=expected_attention)[0], 1e-6)
 
 
